@@ -1,0 +1,371 @@
+"""What is the same in every stage? The plumbing of the training loop.
+
+    loss = F.cross_entropy(engine(x), y)      forward: each unit is whole while its module runs
+    engine.backward(loss)                     backward: units are reduced as they finish, the last one first
+    engine.step()                             the mean, a look for bad numbers, the update, publishing
+
+A stage is a subclass that says, in six words, what it does differently:
+
+    place(unit)             what stays here after wrapping
+    gather(unit)            make the unit whole, now
+    release(unit)           stop holding it whole
+    reduce(unit, gradient)  fresh local gradient in; what this rank keeps of the sum out
+    mine(unit, vector)      the elements that this rank updates, and keeps moments for
+    publish(unit)           after the update: tell the others
+
+All stages reduce the same vectors in the same order along the same ring, divide once, and update element by
+element. That is why they have the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from . import autograd, ring
+from .autograd import Tensor
+from .backend import Array, to_host, xp
+from .comm import MPI, Communicator
+from .flat import Unit, units_of
+from .nn import Module, Noise
+from .optim import Optimizer, blocks, divide
+
+
+class Engine:
+    """A model, an optimizer and the ranks that train it together.
+
+    Collective: every rank wraps the same model. Rank 0's values become everybody's; the model is changed in place.
+
+    Args:
+        model: an `nn.Module` that no other engine has wrapped.
+        optimizer: `SGD` or `Adam`; it keeps no state of its own and may serve several engines.
+        comm: the data-parallel group; all ranks where it is left out. An mpi4py communicator is taken, too.
+
+    Attributes:
+        units: the model's units, in order of use. steps: how many steps were made.
+    """
+
+    def __init__(self, model: Module, optimizer: Optimizer, comm: Communicator | MPI.Comm | None = None) -> None:
+        if any(module.around is not None for _, module in model.named_modules()):
+            raise ValueError("this model, or a part of it, is already wrapped by an engine: make a new model")
+        self.model, self.optimizer = model, optimizer
+        self.comm = comm if isinstance(comm, Communicator) else Communicator(comm)
+        self.steps = 0
+        self._micro_batch = 0
+        self._syncing = True
+        self._forget()
+
+        model.name_parameters()
+        self.units = units_of(model, self.comm.rank, self.comm.size)
+        self._names = [unit.name for unit in self.units]
+        self._unit_of: dict[Tensor, Unit] = {p: unit for unit in self.units for p in unit.parameters}
+        for unit in self.units:
+            with self._on(unit):
+                unit.weights = ring.broadcast(self.comm, unit.materialise(model.seed))
+                self.place(unit)
+
+        self.noise = Noise(model.seed, self.comm.rank)
+        for _, module in model.named_modules():
+            units = [unit for unit in self.units if unit.module is module]
+            if units:
+                module.around = partial(self._whole, units)
+            if hasattr(module, "noise"):
+                module.noise = self.noise
+
+    # The six words. The first three do nothing unless a stage says so.
+
+    def place(self, unit: Unit) -> None:
+        """What stays here after wrapping: everything."""
+
+    def gather(self, unit: Unit) -> None:
+        """Make the unit whole, now. Called only where it is not."""
+
+    def release(self, unit: Unit) -> None:
+        """Stop holding the unit whole. Called only after `gather`."""
+
+    def reduce(self, unit: Unit, gradient: Array) -> Array:
+        """Take this rank's whole gradient (unit.length,); return what it keeps of the sum over ranks."""
+        raise NotImplementedError
+
+    def mine(self, unit: Unit, vector: Array) -> Array:
+        """The elements of a vector that this rank updates, and keeps moments for, as a view."""
+        raise NotImplementedError
+
+    def publish(self, unit: Unit) -> None:
+        """After the update: tell the others."""
+        raise NotImplementedError
+
+    # The training loop.
+
+    def __call__(self, *inputs: Any) -> Tensor:
+        """The model's forward. Under ZeRO-3 collective: every rank must run the same units in the same order."""
+        if autograd.recording() and inputs and getattr(inputs[0], "shape", ()):
+            self._rows += inputs[0].shape[0]
+        else:
+            self._rows += 1
+        return self.model(*inputs)
+
+    def backward(self, loss: Tensor, gradient: Any = None, examples: int | None = None) -> None:
+        """Add this batch's gradients, summed over all ranks, to what is held. Collective.
+
+        Args:
+            loss: what is differentiated: one number, or with `gradient` a tensor of any shape.
+            gradient: the gradient of `loss`, already weighted by the examples (for an inner pipeline stage).
+            examples: how many examples `loss` is the mean of, where slices are uneven: then all ranks must say
+                so. May be 0 on some ranks, which must run forward and backward all the same.
+        """
+        if self._averaged:
+            raise RuntimeError("backward: the mean gradient was already taken: call step() or zero_grad() first")
+        if examples is not None and examples < 0:
+            raise ValueError(f"backward: rank {self.comm.rank} gave examples={examples}: it must be 0 or more")
+        for parameter, unit in self._unit_of.items():
+            if parameter.requires_grad != unit.trainable:
+                raise RuntimeError(f"requires_grad of a parameter in {unit.name} was changed after wrapping: do it before")
+        weight = 1 if examples is None else examples
+        if gradient is None:
+            gradient = np.full(loss.shape, weight, dtype=np.float64) if loss.size == 1 else None
+        self._count += weight
+        self._calls[examples is None] += 1
+        self._todo = [unit for unit in self.units if unit.trainable]
+        self._pending: dict[Unit, int] = {}
+        self._gathered: set[Unit] = set()
+        try:
+            autograd.backward(loss, gradient, _Listener(self))
+            self._reduce_finished()
+        except BaseException:
+            self.zero_grad()  # what was collected is no longer anyone's mean
+            raise
+        finally:
+            while self._gathered:
+                self.release(self._gathered.pop())
+        self._micro_batch += 1
+        self.noise.at(self.steps, self._micro_batch)
+
+    def step(self) -> None:
+        """Update the weights by the mean of the gradients since the last step, and let go of them. Collective.
+
+        Raises FloatingPointError on every rank, naming the parameters, where a gradient is inf or NaN; weights,
+        moments and the count of steps are then as before. RuntimeError without gradients.
+        """
+        self._average()
+        self._refuse_bad_numbers()
+        trained = [unit for unit in self.units if unit.trainable]
+        for unit in trained:
+            if unit.state is None:
+                unit.state = self.optimizer.init(self.mine(unit, unit.weights))
+        for unit in trained:
+            weights, gradient = self.mine(unit, unit.weights), self.mine(unit, unit.gradient)
+            self.optimizer.update(self.steps + 1, weights, gradient, unit.state or {})
+            with self._on(unit):
+                self.publish(unit)
+        self.steps += 1
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        """Forget all gradients since the last step, as if `backward` had not been called."""
+        for unit in self.units:
+            unit.drop_gradients()
+        self._forget()
+        self._micro_batch = 0
+        if hasattr(self, "noise"):
+            self.noise.at(self.steps, 0)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, `backward` adds to this rank's own whole gradients; the next one outside reduces their sum."""
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before
+
+    def clip_grad_norm(self, max_norm: float) -> float:
+        """Scale the mean gradient so that its 2-norm is at most `max_norm`; return the norm before. Collective.
+
+        As torch.nn.utils.clip_grad_norm_. A norm that is inf or NaN changes nothing: `step` will refuse it.
+        """
+        self._average()
+        norm = math.sqrt(math.fsum(self._square_sums().ravel()))
+        if math.isfinite(norm) and norm > max_norm:
+            for unit in self.units:
+                if unit.gradient is not None:
+                    divide(unit.gradient, norm / max_norm)
+        return norm
+
+    # Looking at what is held.
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of the arrays that this rank holds now: weights, gradients, optimizer."""
+        held = [unit.held() for unit in self.units]
+        return {term: sum(h[term] for h in held) for term in ("weights", "gradients", "optimizer")}
+
+    def gather_parameters(self) -> dict[str, np.ndarray[Any, Any]]:
+        """All parameters by name, whole, as NumPy copies, on every rank. Collective; one unit at a time."""
+        found = {}
+        with self.comm.label("gather_parameters"):
+            for unit in self.units:
+                with self._whole([unit]):
+                    found.update({p.name: np.array(to_host(p.data)) for p in unit.parameters})
+        return {name: found[name] for name, _ in self.model.named_parameters()}
+
+    def gather_optimizer_state(self) -> dict[str, dict[str, np.ndarray[Any, Any]]]:
+        """The optimizer's state of each trained parameter, by name and then by the state's name, like
+        `gather_parameters`. Empty before the first step. Collective."""
+        found: dict[str, dict[str, np.ndarray[Any, Any]]] = {}
+        with self.comm.label("gather_parameters"):
+            for unit in self.units:
+                for key, vector in (unit.state or {}).items():
+                    whole = xp.empty(unit.length, vector.dtype)
+                    self.mine(unit, whole)[:] = vector
+                    if vector.size != unit.length:
+                        with self._on(unit):
+                            ring.all_gather(self.comm, whole)
+                    for parameter, part in unit.split(whole):
+                        found.setdefault(parameter.name, {})[key] = np.array(to_host(part))
+        return found
+
+    # How units become whole and finish.
+
+    def _on(self, unit: Unit) -> Any:
+        return self.comm.label(unit=unit.index, names=self._names)
+
+    @contextmanager
+    def _whole(self, units: list[Unit]) -> Iterator[None]:
+        """Inside, these units are whole; those that were not before are released again, whatever happens."""
+        absent = [unit for unit in units if not unit.whole]
+        try:
+            for unit in absent:
+                with self._on(unit):
+                    self.gather(unit)
+            yield
+        finally:
+            for unit in absent:
+                self.release(unit)
+
+    def _reduce_finished(self) -> None:
+        """Reduce each unit whose turn has come: the last one first, and none before it has finished."""
+        while self._todo and not self._pending.get(self._todo[-1]):
+            unit = self._todo.pop()
+            if self._syncing:
+                with self._on(unit):
+                    unit.keep(self.reduce(unit, unit.take_local()))
+
+    def _forget(self) -> None:
+        self._count = 0  # Σ n on this rank since the last step
+        self._calls = [0, 0]  # backward calls with and without `examples`
+        self._rows = 0  # examples that `engine(x)` was given
+        self._averaged = False
+        self._bad = False
+
+    def _exchange_facts(self, *facts: float) -> np.ndarray[Any, Any]:
+        """A few numbers from every rank, on every rank: (N, number of facts), float64. Collective."""
+        table = np.zeros((self.comm.size, len(facts)))
+        table[self.comm.rank] = facts
+        with self.comm.label("control"):
+            ring.all_gather(self.comm, table.reshape(-1))
+        return table
+
+    def _average(self) -> None:
+        """Divide the sums by the number of examples: once between `backward` and `step`."""
+        if self._averaged:
+            return
+        if any(unit.local is not None for unit in self.units):
+            raise RuntimeError("step: gradients are still local: the last backward before a step must be outside no_sync")
+        trained = [unit for unit in self.units if unit.trainable]
+        if not trained or any(unit.gradient is None for unit in trained):
+            raise RuntimeError("step: there are no gradients: call backward first")
+        bad = not all(_all_finite(unit.own(unit.gradient)) for unit in trained)
+        facts = self._exchange_facts(self._count, *self._calls, self._rows, bad)
+        count, given, omitted, rows, bads = facts.sum(axis=0).tolist()
+        if given and omitted:
+            ranks = np.flatnonzero(facts[:, 2]).tolist()
+            raise ValueError(f"backward: examples= must be given on all ranks and in all calls, or never; not on {ranks}")
+        if count == 0 or (omitted and rows == 0):
+            raise ValueError("step: no rank had a single example since the last step: there is no mean to take")
+        for unit in trained:
+            if count != 1:
+                divide(unit.gradient, count)
+        self._averaged, self._bad = True, bads > 0
+
+    def _square_sums(self) -> np.ndarray[Any, Any]:
+        """Σ g² of each (rank's chunk, parameter), float64: (N, trained parameters). Collective.
+
+        The norm is *defined* on the chunks, in every stage: that way its bits do not depend on who holds what.
+        """
+        sums = []
+        for unit in self.units:
+            for part in self._own_parts(unit):
+                total = 0.0
+                for block in blocks(part.size):
+                    wide = part[block].astype(np.float64)
+                    wide *= wide
+                    total += float(wide.sum())
+                sums.append(total)
+        return self._exchange_facts(*sums)
+
+    def _own_parts(self, unit: Unit) -> list[Array]:
+        """What this rank's own chunk of the gradient has of each trained parameter (often nothing)."""
+        if not unit.trainable:
+            return []
+        first, own = unit.chunk.start, unit.own(unit.gradient)
+        return [own[max(s.start - first, 0) : max(s.stop - first, 0)] for s in unit.spans.values()]
+
+    def _refuse_bad_numbers(self) -> None:
+        if not self._bad:
+            return
+        trained = [unit for unit in self.units if unit.trainable]
+        flags = [not _all_finite(part) for unit in trained for part in self._own_parts(unit)]
+        anywhere = self._exchange_facts(*flags).any(axis=0)
+        names = [p.name for unit in trained for p in unit.parameters]
+        bad = [name for name, is_bad in zip(names, anywhere, strict=True) if is_bad]
+        raise FloatingPointError(
+            f"step {self.steps + 1}: the gradient of {', '.join(bad)} is not finite (inf or NaN); nothing was updated. "
+            "Call zero_grad() and go on with the next batch, or look for the cause (learning rate, input, log of 0)"
+        )
+
+
+class _Listener(autograd.Watcher):
+    """Hears of parameters as backward goes, for one engine. Parameters of other models are left as they are."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def reached(self, parameters: list[Tensor]) -> None:
+        engine = self.engine
+        for unit in (engine._unit_of[p] for p in parameters if p in engine._unit_of):
+            engine._pending[unit] = engine._pending.get(unit, 0) + 1
+        engine._reduce_finished()
+
+    def needed(self, parameter: Tensor) -> None:
+        unit = self.engine._unit_of.get(parameter)
+        if unit is not None and not unit.whole:
+            self.engine._gathered.add(unit)
+            with self.engine._on(unit):
+                self.engine.gather(unit)
+
+    def finished(self, leaf: Tensor, gradient: Array | None) -> None:
+        engine, unit = self.engine, self.engine._unit_of.get(leaf)
+        if unit is None:
+            super().finished(leaf, gradient)
+            return
+        if gradient is not None:
+            unit.collect(leaf, gradient)  # type: ignore[arg-type]  # a unit's leaves are Parameters
+        del gradient
+        engine._pending[unit] -= 1
+        if not engine._pending[unit] and unit in engine._gathered:
+            engine._gathered.remove(unit)
+            engine.release(unit)
+        engine._reduce_finished()
+
+
+def _all_finite(vector: Array) -> bool:
+    """Are all elements finite? A sum says so at once, unless it overflows; then each element is looked at."""
+    for block in blocks(vector.size):
+        if not math.isfinite(float(vector[block].sum(dtype=np.float64))) and not xp.isfinite(vector[block]).all():
+            return False
+    return True

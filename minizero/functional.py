@@ -1,0 +1,468 @@
+"""What is the forward and backward of each operation?
+
+    @operation                                       enters the operation into `autograd.operations`, by name
+    def mul(x, y):
+        (x, y), dtype = operands("mul", x, y)        Tensors from whatever was given; the dtype to compute in
+        product = compute("mul", xp.multiply, x, y, dtype)      forward; and backward, one share per input:
+        return made("mul", product, (x, lambda g: g * value(y, dtype)), (y, lambda g: g * value(x, dtype)))
+
+A share turns `g`, the gradient of the result, into the gradient of one input. `made` drops the shares of
+inputs that want none, with all they would keep alive, and sums over axes along which an input was broadcast.
+Shares keep Tensors, so that a parameter's array is looked up (and cast up from bfloat16, for as long as the
+operation takes) when they run; they never write into `g`, which other inputs may be given too.
+
+Results are float64 if the operands are, else float32. Numbers, arrays without axes, integers and bools take
+the dtype of the others. Values and gradients at 0 are those of IEEE arithmetic: log -inf, sqrt' and log' inf.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
+
+from .autograd import Tensor, View, is_floating, operations, record
+from .backend import DTYPES, Array, dtype_of, working, xp
+
+Operand: TypeAlias = Any  # a Tensor, an array of `xp` or NumPy, a number
+DType: TypeAlias = "np.dtype[Any]"
+Share: TypeAlias = Callable[[Array], Array]  # gradient of the result -> gradient of one input
+Axis: TypeAlias = "int | tuple[int, ...] | None"  # of a reduction: one axis, several, or (None) all
+Operation = TypeVar("Operation", bound=Callable[..., Tensor])
+
+
+def operation(function: Operation) -> Operation:
+    operations[function.__name__] = function
+    return function
+
+
+def tensor(x: Operand) -> Tensor:
+    return x if isinstance(x, Tensor) else Tensor(x)
+
+
+def operands(name: str, *given: Operand) -> tuple[list[Tensor], DType]:
+    """The operands as Tensors, and the dtype that `name` computes in. TypeError for float32 with float64."""
+    tensors = [tensor(x) for x in given]
+    found: tuple[list[DType], ...] = ([], [], [])  # of arrays with axes; of Tensors without; of plain numbers
+    for x, t in zip(given, tensors, strict=True):
+        if is_floating(t.dtype):
+            found[0 if t.ndim and hasattr(x, "dtype") else 1 if x is t else 2].append(t.dtype)
+        elif t.dtype.kind not in "iub":
+            raise TypeError(f"{name}: cannot compute with {type(x).__name__} of dtype {t.dtype}")
+    deciding = found[0] or found[1] or found[2][:1] or [DTYPES["float32"]]
+    if len({working(each) for each in deciding}) > 1:
+        mixed = " and ".join(dict.fromkeys(str(each) for each in deciding))
+        raise TypeError(f"{name}: operands are {mixed}: convert one of them with .astype")
+    return tensors, working(deciding[0])
+
+
+def value(x: Tensor, dtype: DType) -> Array:
+    """The array of `x` now, in `dtype`: a copy only where a cast is needed."""
+    return x.data.astype(dtype, copy=False)
+
+
+def compute(name: str, function: Callable[..., Array], x: Tensor, y: Tensor, dtype: DType) -> Array:
+    """function(x, y), whose ValueError becomes a sentence that names the operation and both shapes."""
+    try:
+        return function(value(x, dtype), value(y, dtype))
+    except ValueError as error:
+        raise ValueError(f"{name}: shapes {x.shape} and {y.shape} do not fit together") from error
+
+
+def unbroadcast(gradient: Array, shape: tuple[int, ...]) -> Array:
+    """`gradient` summed over the axes along which an input of `shape` was repeated."""
+    if gradient.shape == shape:
+        return gradient
+    new = gradient.ndim - len(shape)
+    repeated = (new + i for i, length in enumerate(shape) if length == 1 != gradient.shape[new + i])
+    return gradient.sum(axis=(*range(new), *repeated)).reshape(shape)
+
+
+def made(name: str, result: Array | Tensor, *inputs: tuple[Tensor, Share]) -> Tensor:
+    """`result`, remembering per input how its gradient follows from the gradient of the result."""
+    ways = [(share, x.shape) if x.requires_grad else None for x, share in inputs]
+
+    def backward(gradient: Array) -> tuple[Array | None, ...]:
+        return tuple(way and unbroadcast(way[0](gradient), way[1]) for way in ways)
+
+    return record(tensor(result), tuple(x for x, _ in inputs), backward, name)
+
+
+def seen(name: str, x: Tensor, look: Callable[[Array], Array], share: Share) -> Tensor:
+    """`look(x)`, which copies nothing: of a parameter, a View that looks again at each use."""
+    now = look(x.data)
+    return made(name, Tensor(now) if x.parameter is None else View(x, look), (x, share))
+
+
+def scatter_add(rows: int, ids: Array, source: Array) -> Array:
+    """Zeros (rows, ...) with source[i] added to row ids[i]. `ids` (n,), `source` (n, ...).
+
+    Sorted by id, neighbours with the same id are added in pairs until each id is left once: n additions at
+    most, in log2(most repeats) rounds. No atomics, no order left to chance: the bits repeat, also on a GPU.
+    """
+    order = xp.argsort(ids, kind="stable")
+    ids, source = ids[order], source[order]
+    turn = xp.arange(ids.size) - xp.searchsorted(ids, ids)  # 0, 1, 2, ... within the run of each id
+    while ids.size and int(turn.max()) > 0:
+        second, first = xp.flatnonzero(turn % 2), xp.flatnonzero(turn % 2 == 0)
+        source[second - 1] += source[second]
+        ids, source, turn = ids[first], source[first], turn[first] // 2
+    total = xp.zeros((rows, *source.shape[1:]), source.dtype)
+    total[ids] = source
+    return total
+
+
+def rows_of(array: Array) -> Array:
+    """(..., n) as (all leading axes in one, n)."""
+    return array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
+
+
+def spread(gradient: Array, shape: tuple[int, ...], axis: Axis, keepdims: bool) -> Array:
+    """The gradient of a reduction over `axis`, repeated along it (without a copy)."""
+    return xp.broadcast_to(gradient if keepdims or axis is None else xp.expand_dims(gradient, axis), shape)
+
+
+def integers(name: str, what: str, given: Operand, count: int) -> Array:
+    """`given` as an array of integers in [0, count)."""
+    ids = tensor(given).data
+    if ids.dtype.kind not in "iu":
+        raise TypeError(f"{name}: {what} must be integers, not {ids.dtype}")
+    low, high = (int(ids.min()), int(ids.max())) if ids.size else (0, -1)
+    if low < 0 or high >= count:
+        raise IndexError(f"{name}: {what} must lie in 0 to {count - 1}, found {low if low < 0 else high}")
+    return ids
+
+
+@operation
+def add(x: Operand, y: Operand) -> Tensor:
+    (x, y), dtype = operands("add", x, y)
+    return made("add", compute("add", xp.add, x, y, dtype), (x, lambda g: g), (y, lambda g: g))
+
+
+@operation
+def sub(x: Operand, y: Operand) -> Tensor:
+    (x, y), dtype = operands("sub", x, y)
+    return made("sub", compute("sub", xp.subtract, x, y, dtype), (x, lambda g: g), (y, lambda g: -g))
+
+
+@operation
+def mul(x: Operand, y: Operand) -> Tensor:
+    (x, y), dtype = operands("mul", x, y)
+    product = compute("mul", xp.multiply, x, y, dtype)
+    return made("mul", product, (x, lambda g: g * value(y, dtype)), (y, lambda g: g * value(x, dtype)))
+
+
+@operation
+def div(x: Operand, y: Operand) -> Tensor:
+    (x, y), dtype = operands("div", x, y)
+    ratio = compute("div", xp.divide, x, y, dtype)
+    return made("div", ratio, (x, lambda g: g / value(y, dtype)), (y, lambda g: -g * ratio / value(y, dtype)))
+
+
+@operation
+def neg(x: Operand) -> Tensor:
+    (x,), dtype = operands("neg", x)
+    return made("neg", -value(x, dtype), (x, lambda g: -g))
+
+
+@operation
+def pow(x: Operand, exponent: float) -> Tensor:
+    """x ** exponent, for a constant exponent."""
+    if isinstance(exponent, Tensor):
+        raise TypeError("pow: the exponent must be a number, not a Tensor")
+    (x,), dtype = operands("pow", x)
+    n = float(exponent)
+    return made("pow", value(x, dtype) ** n, (x, lambda g: g * n * value(x, dtype) ** (n - 1 if n else 0.0)))
+
+
+@operation
+def matmul(x: Operand, y: Operand) -> Tensor:
+    """(..., n, k) @ (..., k, m) = (..., n, m); leading axes broadcast. (k,) is a row if x, a column if y."""
+    (x, y), dtype = operands("matmul", x, y)
+    if not x.ndim or not y.ndim or x.shape[-1] != y.shape[-2:][0]:
+        raise ValueError(f"matmul: shapes {x.shape} and {y.shape} do not fit together")
+    if y.ndim == 1:
+        return index(matmul(x, reshape(y, (*y.shape, 1))), (..., 0))
+    if x.ndim == 1:
+        return index(matmul(reshape(x, (1, *x.shape)), y), (..., 0, slice(None)))
+
+    # for y without leading axes one product: (k, all n) @ (all n, m), not one per leading index and their sum
+    flat = rows_of if y.ndim == 2 else lambda a: a
+    return made(
+        "matmul",
+        compute("matmul", xp.matmul, x, y, dtype),
+        (x, lambda g: g @ value(y, dtype).swapaxes(-1, -2)),
+        (y, lambda g: flat(value(x, dtype)).swapaxes(-1, -2) @ flat(g)),
+    )
+
+
+@operation
+def linear(x: Operand, weight: Operand, bias: Operand = None) -> Tensor:
+    """x @ weight.T + bias, as one node: x (..., in), weight (out, in), bias (out,); result (..., out)."""
+    (x, weight, *rest), dtype = operands("linear", x, weight, *([] if bias is None else [bias]))
+    fits = x.ndim and weight.ndim == 2 and x.shape[-1] == weight.shape[1]
+    if not fits or any(b.shape != weight.shape[:1] for b in rest):
+        shapes = ", ".join(str(t.shape) for t in (x, weight, *rest))
+        raise ValueError(f"linear: shapes {shapes} of input, weight (and bias) do not fit together")
+    shape, result = x.shape, rows_of(value(x, dtype)) @ value(weight, dtype).T  # (all leading, in) @ (in, out)
+    for b in rest:
+        result += value(b, dtype)
+    return made(
+        "linear",
+        result.reshape(*shape[:-1], result.shape[1]),
+        (x, lambda g: (rows_of(g) @ value(weight, dtype)).reshape(shape)),
+        (weight, lambda g: rows_of(g).T @ rows_of(value(x, dtype))),  # (out, all leading) @ (all leading, in)
+        *((b, lambda g: rows_of(g).sum(axis=0)) for b in rest),
+    )
+
+
+@operation
+def sum(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
+    (x,), dtype = operands("sum", x)
+    shape, total = x.shape, value(x, dtype).sum(axis=axis, keepdims=keepdims)
+    return made("sum", total, (x, lambda g: spread(g, shape, axis, keepdims)))
+
+
+@operation
+def mean(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
+    (x,), dtype = operands("mean", x)
+    shape, average = x.shape, value(x, dtype).mean(axis=axis, keepdims=keepdims)
+    count = x.size // (average.size or 1) or 1
+    return made("mean", average, (x, lambda g: spread(g / count, shape, axis, keepdims)))
+
+
+@operation
+def max(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
+    """The largest value; where several are equally large, they share its gradient evenly."""
+    (x,), dtype = operands("max", x)
+    array = value(x, dtype)
+    top = array.max(axis=axis, keepdims=keepdims)
+    largest = array == spread(top, x.shape, axis, keepdims)
+    ties = largest.sum(axis=axis, keepdims=keepdims, dtype=dtype)
+    return made("max", top, (x, lambda g: largest * spread(g / ties, largest.shape, axis, keepdims)))
+
+
+@operation
+def reshape(x: Operand, shape: int | Sequence[int]) -> Tensor:
+    """A view in another shape (a copy where strides forbid it), in the dtype of x."""
+    x, before = tensor(x), tensor(x).shape
+    return seen("reshape", x, lambda a: a.reshape(shape), lambda g: g.reshape(before))
+
+
+@operation
+def transpose(x: Operand, axes: Sequence[int] | None = None) -> Tensor:
+    """x with its axes in the order of `axes`, reversed if there are none. A view, in the dtype of x."""
+    x = tensor(x)
+    order = tuple(axes or reversed(range(x.ndim)))
+
+    def share(g: Array) -> Array:
+        return g.transpose(sorted(range(g.ndim), key=[axis % g.ndim for axis in order].__getitem__))
+
+    return seen("transpose", x, lambda a: a.transpose(order), share)
+
+
+@operation
+def index(x: Operand, key: Any) -> Tensor:
+    """x[key]. Integers, slices, None and ... give a view; integer and bool arrays or Tensors copy."""
+    x = tensor(x)
+    shape, size = x.shape, x.size
+    parts = [k.data if isinstance(k, Tensor) else k for k in (key if isinstance(key, tuple) else (key,))]
+    at = tuple(xp.asarray(k) if isinstance(k, (list, np.ndarray)) else k for k in parts)
+
+    def share(g: Array) -> Array:
+        full = xp.zeros(shape, g.dtype)
+        full[at] = g
+        return full
+
+    def share_added(g: Array) -> Array:  # the same element may have been taken several times
+        if len(at) == 1 and at[0].dtype.kind in "iu":  # whole rows
+            return scatter_add(shape[0], at[0].reshape(-1) % shape[0], g.reshape(at[0].size, *shape[1:]))
+        taken = xp.arange(size).reshape(shape)[at]
+        return scatter_add(size, taken.reshape(-1), g.reshape(-1)).reshape(shape)
+
+    if not any(isinstance(part, xp.ndarray) for part in at):
+        return seen("index", x, lambda a: a[at], share)
+    return made("index", x.data[at].astype(working(x.dtype), copy=False), (x, share_added))
+
+
+@operation
+def concatenate(tensors: Sequence[Operand], axis: int = 0) -> Tensor:
+    """Tensors one after the other along an axis."""
+    inputs, dtype = operands("concatenate", *tensors)
+    whole = xp.concatenate([value(x, dtype) for x in inputs], axis=axis)
+    before = (slice(None),) * (axis % whole.ndim)
+    ends = [0, *itertools.accumulate(x.shape[axis] for x in inputs)]
+
+    def piece(first: int, last: int) -> Share:
+        return lambda g: g[(*before, slice(first, last))]
+
+    return made("concatenate", whole, *zip(inputs, map(piece, ends[:-1], ends[1:]), strict=True))
+
+
+@operation
+def where(condition: Operand, x: Operand, y: Operand) -> Tensor:
+    """x where the condition holds, else y; broadcast. What is not taken has gradient 0, even if it is nan."""
+    (x, y), dtype = operands("where", x, y)
+    chosen, zero = tensor(condition).data.astype(bool, copy=False), xp.zeros((), dtype)
+    result = compute("where", lambda a, b: xp.where(chosen, a, b), x, y, dtype)
+    shares = (lambda g: xp.where(chosen, g, zero)), (lambda g: xp.where(chosen, zero, g))
+    return made("where", result, (x, shares[0]), (y, shares[1]))
+
+
+@operation
+def astype(x: Operand, dtype: Any) -> Tensor:
+    """x in another of the dtypes float32, float64 and bfloat16."""
+    x, before = tensor(x), working(tensor(x).dtype)
+    return made("astype", x.data.astype(dtype_of(dtype)), (x, lambda g: g.astype(before)))
+
+
+@operation
+def exp(x: Operand) -> Tensor:
+    (x,), dtype = operands("exp", x)
+    y = xp.exp(value(x, dtype))
+    return made("exp", y, (x, lambda g: g * y))
+
+
+@operation
+def log(x: Operand) -> Tensor:
+    (x,), dtype = operands("log", x)
+    return made("log", xp.log(value(x, dtype)), (x, lambda g: g / value(x, dtype)))
+
+
+@operation
+def sqrt(x: Operand) -> Tensor:
+    (x,), dtype = operands("sqrt", x)
+    y = xp.sqrt(value(x, dtype))
+    return made("sqrt", y, (x, lambda g: g / (y + y)))
+
+
+@operation
+def tanh(x: Operand) -> Tensor:
+    (x,), dtype = operands("tanh", x)
+    y = xp.tanh(value(x, dtype))
+    return made("tanh", y, (x, lambda g: g * (1 - y * y)))
+
+
+@operation
+def relu(x: Operand) -> Tensor:
+    """max(x, 0); the gradient at 0 is 0."""
+    (x,), dtype = operands("relu", x)
+    y = xp.maximum(value(x, dtype), 0)
+    return made("relu", y, (x, lambda g: g * (y > 0)))
+
+
+@operation
+def gelu(x: Operand) -> Tensor:
+    """x Φ(x) in its tanh form, x/2 (1 + tanh(√(2/π) (x + 0.044715 x³))) (Hendrycks and Gimpel, 2016)."""
+    (x,), dtype = operands("gelu", x)
+    c, d = math.sqrt(2 / math.pi), 0.044715
+
+    def half(a: Array) -> Array:
+        return 0.5 + 0.5 * xp.tanh(c * a * (1 + d * a * a))
+
+    def share(g: Array) -> Array:
+        a = value(x, dtype)
+        h = half(a)
+        return g * h * (1 + 2 * a * (1 - h) * c * (1 + 3 * d * a * a))
+
+    return made("gelu", value(x, dtype) * half(value(x, dtype)), (x, share))
+
+
+@operation
+def dropout(x: Operand, p: float, generator: np.random.Generator | None) -> Tensor:
+    """Each element becomes 0 with probability p (drawn on the host), else x / (1 - p). Or x, without generator."""
+    if not 0 <= p < 1:
+        raise ValueError(f"dropout: p must lie in [0, 1), not {p}")
+    if generator is None or p == 0:
+        return tensor(x)
+    (x,), dtype = operands("dropout", x)
+    factor = xp.asarray(generator.random(x.shape, dtype="float32") >= p).astype(dtype) / (1 - p)
+    return made("dropout", value(x, dtype) * factor, (x, lambda g: g * factor))
+
+
+@operation
+def softmax(x: Operand, axis: int = -1) -> Tensor:
+    (x,), dtype = operands("softmax", x)
+    y = value(x, dtype)
+    y = y - y.max(axis=axis, keepdims=True)
+    y = xp.exp(y, out=y)
+    y /= y.sum(axis=axis, keepdims=True)
+    return made("softmax", y, (x, lambda g: y * (g - (g * y).sum(axis=axis, keepdims=True))))
+
+
+@operation
+def log_softmax(x: Operand, axis: int = -1) -> Tensor:
+    (x,), dtype = operands("log_softmax", x)
+    y = value(x, dtype)
+    y = y - y.max(axis=axis, keepdims=True)
+    y -= xp.log(xp.exp(y).sum(axis=axis, keepdims=True))
+    return made("log_softmax", y, (x, lambda g: g - xp.exp(y) * g.sum(axis=axis, keepdims=True)))
+
+
+@operation
+def layer_norm(x: Operand, gain: Operand, bias: Operand, eps: float = 1e-5) -> Tensor:
+    """x (..., n) with mean 0 and variance 1 over its last axis, times gain (n,), plus bias (n,)."""
+    (x, gain, bias), dtype = operands("layer_norm", x, gain, bias)
+    if not x.ndim or not gain.shape == bias.shape == x.shape[-1:]:
+        raise ValueError(f"layer_norm: x {x.shape}, gain {gain.shape}, bias {bias.shape} do not fit together")
+    y = value(x, dtype)
+    y = y - y.mean(axis=-1, keepdims=True)
+    scale = 1 / xp.sqrt((y * y).mean(axis=-1, keepdims=True) + float(eps))  # (..., 1)
+    y *= scale
+    result = y * value(gain, dtype)
+    result += value(bias, dtype)
+
+    def share(g: Array) -> Array:
+        g = g * value(gain, dtype)
+        g -= g.mean(axis=-1, keepdims=True) + y * (g * y).mean(axis=-1, keepdims=True)
+        return g * scale
+
+    return made("layer_norm", result, (x, share), (gain, lambda g: g * y), (bias, lambda g: g))
+
+
+@operation
+def embedding(weight: Operand, tokens: Operand) -> Tensor:
+    """Row `tokens` of the weight: weight (rows, width), integer tokens (...); result (..., width)."""
+    weight = tensor(weight)
+    if weight.ndim != 2:
+        raise ValueError(f"embedding: the weight must be (rows, width), this one has shape {weight.shape}")
+    return index(weight, integers("embedding", "tokens", tokens, weight.shape[0]))
+
+
+@operation
+def cross_entropy(logits: Operand, targets: Operand) -> Tensor:
+    """Mean of -log softmax(logits)[target] over all examples, 0 without any.
+
+    logits (..., classes); targets (...), integers in [0, classes): else TypeError or IndexError.
+    """
+    (logits,), dtype = operands("cross_entropy", logits)
+    shape, targets = logits.shape, tensor(targets)
+    if not shape or not shape[-1] or targets.shape != shape[:-1]:
+        raise ValueError(f"cross_entropy: targets {targets.shape} do not fit logits {shape}, (..., classes)")
+    column = integers("cross_entropy", "targets", targets, shape[-1]).reshape(-1)
+    y, row, count = rows_of(value(logits, dtype)), xp.arange(column.size), column.size or 1
+    y = y - y.max(axis=-1, keepdims=True)
+    chosen = y[row, column]
+    y = xp.exp(y, out=y)
+    total = y.sum(axis=-1, keepdims=True)
+    loss = (xp.log(total[:, 0]) - chosen).sum() / count
+    y /= total  # the probabilities
+
+    def share(g: Array) -> Array:
+        gradient = y * (g / count)
+        gradient[row, column] -= g / count
+        return gradient.reshape(shape)
+
+    return made("cross_entropy", loss, (logits, share))
+
+
+@operation
+def mse_loss(prediction: Operand, target: Operand) -> Tensor:
+    """Mean of the squared differences, of equal shapes."""
+    prediction, target = tensor(prediction), tensor(target)
+    if prediction.shape != target.shape:
+        raise ValueError(f"mse_loss: shapes {prediction.shape} and {target.shape} differ")
+    return mean(pow(sub(prediction, target), 2))

@@ -1,0 +1,355 @@
+"""How do parameters become layers, and layers the `MLP` and `GPT` that the lessons train?
+
+A `Parameter` is drawn late. It knows its shape, dtype and distribution, but has no values until someone needs
+them: an engine, which draws one unit at a time, or the first forward of a model without engine. Its values
+follow from (seed, its path in the model) alone, so the order of drawing does not matter.
+
+Shapes: B examples (batch), T tokens (time), C channels (width), H heads, V words in the vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+
+from . import functional as F  # noqa: N812
+from .autograd import Tensor
+from .backend import Array, dtype_of, xp
+
+Init = Callable[[np.random.Generator, int], np.ndarray[Any, Any]]  # (generator, count) -> count float32 values
+DRAW_BLOCK = 16_384  # elements drawn at once: drawing needs no second copy of the parameter
+
+
+def uniform(bound: float) -> Init:
+    """Values between -bound and bound."""
+    return lambda generator, count: generator.uniform(-bound, bound, count).astype(np.float32)
+
+
+def normal(std: float) -> Init:
+    """Normal values with mean 0 and standard deviation `std`."""
+    return lambda generator, count: generator.standard_normal(count, np.float32) * np.float32(std)
+
+
+def constant(value: float) -> Init:
+    """`value` everywhere."""
+    return lambda generator, count: np.full(count, value, np.float32)
+
+
+class Parameter(Tensor):
+    """A tensor that a model learns, drawn late.
+
+    Args:
+        shape: any number of axes, also none, also with zeros.
+        init: how its elements are drawn, all alike: `uniform`, `normal`, `constant` or your own.
+        dtype: "float32", "float64" or "bfloat16" (which computes in float32).
+        requires_grad: False freezes it.
+    """
+
+    __slots__ = ("_dtype", "_shape", "init", "name")
+
+    def __init__(
+        self, shape: Sequence[int], init: Init, dtype: Any = "float32", requires_grad: bool = True
+    ) -> None:
+        self._shape, self._dtype, self.init = tuple(shape), dtype_of(dtype), init
+        self._data: Array = None
+        self.requires_grad, self.grad, self.node = requires_grad, None, None
+        self.parameter = self
+        self.name = ""  # its path in the model, known once that is drawn
+
+    @property
+    def data(self) -> Array:
+        if self._data is None:
+            raise RuntimeError(
+                f"parameter {self.name} is not gathered here: under ZeRO-3 it is whole only while its own "
+                "unit's module runs forward or backward; use it there, or call engine.gather_parameters()"
+                if self.name
+                else f"a parameter of shape {self.shape} has no values yet: call model.materialise() first"
+            )
+        return self._data
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self._dtype
+
+    def bind(self, array: Array | None) -> None:
+        """From now on, `data` is `array`, of the parameter's shape and dtype; None: there is no data."""
+        self._data = array
+
+    def fill(self, flat: Array, seed: int) -> None:
+        """Write the parameter's values into `flat`, one axis of `size` elements: those it has, or fresh ones."""
+        if self._data is not None:
+            flat[:] = self._data.reshape(-1)
+            return
+        generator = np.random.default_rng([seed, zlib.crc32(self.name.encode())])
+        for start in range(0, self.size, DRAW_BLOCK):
+            block = flat[start : start + DRAW_BLOCK]
+            block[:] = xp.asarray(self.init(generator, block.size))
+
+
+class Noise:
+    """Where dropout's random numbers come from: (seed, rank, step, micro-batch, call), drawn on the host.
+
+    An engine gives all layers of its model one `Noise` and keeps its counters.
+    """
+
+    def __init__(self, seed: int = 0, rank: int = 0) -> None:
+        self.seed, self.rank = seed, rank
+        self.step = self.micro_batch = self.call = 0
+
+    def at(self, step: int, micro_batch: int) -> None:
+        self.step, self.micro_batch, self.call = step, micro_batch, 0
+
+    def generator(self) -> np.random.Generator:
+        """A fresh generator for the next call."""
+        self.call += 1
+        return np.random.default_rng([self.seed, self.rank, self.step, self.micro_batch, self.call])
+
+
+class Module:
+    """A part of a model: parameters and further modules in its attributes (also in lists, tuples and dicts).
+
+    Subclasses write `forward`. `seed` (of the outermost module) is where parameters are drawn from.
+    """
+
+    seed = 0
+    training = True
+    around: Callable[[], AbstractContextManager[None]] | None = None  # an engine's: entered around each forward
+    _materialised = False
+
+    def forward(self, *args: Any) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__} has no forward")
+
+    def __call__(self, *args: Any) -> Tensor:
+        if not self._materialised:
+            self.materialise()
+        if self.around is None:
+            return self.forward(*args)
+        with self.around():
+            return self.forward(*args)
+
+    def _members(self, kind: type) -> Iterator[tuple[str, Any]]:
+        for name, value in vars(self).items():
+            if isinstance(value, kind):
+                yield name, value
+            elif isinstance(value, list | tuple | dict):
+                pairs = value.items() if isinstance(value, dict) else enumerate(value)
+                yield from ((f"{name}.{key}", item) for key, item in pairs if isinstance(item, kind))
+
+    def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
+        """This module and all below it, each once, with their paths."""
+        seen: set[int] = set()
+        todo: list[tuple[str, Module]] = [(prefix, self)]
+        while todo:
+            path, module = todo.pop()
+            if id(module) not in seen:
+                seen.add(id(module))
+                yield path, module
+                children = [(f"{path}.{name}".strip("."), child) for name, child in module._members(Module)]
+                todo.extend(reversed(children))
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """All parameters, each once (a shared one under its first path)."""
+        seen: set[int] = set()
+        for path, module in self.named_modules():
+            for name, parameter in module._members(Parameter):
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield f"{path}.{name}".strip("."), parameter
+
+    def parameters(self) -> list[Parameter]:
+        """All parameters, each once."""
+        return [parameter for _, parameter in self.named_parameters()]
+
+    def units(self) -> list[tuple[str, Module]]:
+        """The modules that are reduced, and under ZeRO-3 gathered, at once; with names, in order of use.
+
+        Each direct child with parameters is one; so is each block of a list of blocks. Override it to choose.
+        """
+        children = {id(child): (name, child) for name, child in reversed(list(self._members(Module)))}
+        return [(name, child) for name, child in reversed(children.values()) if child.parameters()]
+
+    def name_parameters(self) -> None:
+        """Tell each parameter its path, and each module that the model's values exist or will be given."""
+        for path, parameter in self.named_parameters():
+            parameter.name = path
+        for _, module in self.named_modules():
+            module._materialised = True
+
+    def materialise(self) -> None:
+        """Draw all parameters that have no values yet. For a model without engine; engines draw unit by unit."""
+        self.name_parameters()
+        for parameter in self.parameters():
+            if parameter._data is None:
+                flat = xp.empty(parameter.size, parameter.dtype)
+                parameter.fill(flat, self.seed)
+                parameter.bind(flat.reshape(parameter.shape))
+
+    def train(self, training: bool = True) -> None:
+        """Training behaviour from now on, here and below (dropout acts)."""
+        for _, module in self.named_modules():
+            module.training = training
+
+    def eval(self) -> None:
+        """Evaluation behaviour from now on, here and below (dropout does nothing)."""
+        self.train(False)
+
+
+class Linear(Module):
+    """x @ weight.T + bias, with weight (outputs, inputs) and bias (outputs,) or none."""
+
+    def __init__(
+        self, inputs: int, outputs: int, bias: bool = True, dtype: Any = "float32", init: Init | None = None
+    ) -> None:
+        bound = uniform(1 / math.sqrt(max(inputs, 1)))
+        self.weight = Parameter((outputs, inputs), init or bound, dtype)
+        self.bias = Parameter((outputs,), constant(0) if init else bound, dtype) if bias else None
+
+    def forward(self, x: Any) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class Embedding(Module):
+    """Row `token` of weight (count, width), for each token."""
+
+    def __init__(self, count: int, width: int, dtype: Any = "float32", init: Init | None = None) -> None:
+        self.weight = Parameter((count, width), init or normal(1.0), dtype)
+
+    def forward(self, tokens: Any) -> Tensor:
+        return F.embedding(self.weight, tokens)
+
+
+class LayerNorm(Module):
+    """Mean 0 and variance 1 over the last axis, then gain (width,) and bias (width,)."""
+
+    def __init__(self, width: int, eps: float = 1e-5, dtype: Any = "float32") -> None:
+        self.gain = Parameter((width,), constant(1), dtype)
+        self.bias = Parameter((width,), constant(0), dtype)
+        self.eps = eps
+
+    def forward(self, x: Any) -> Tensor:
+        return F.layer_norm(x, self.gain, self.bias, self.eps)
+
+
+class Dropout(Module):
+    """In training, each element is zero with probability p, and divided by 1 - p otherwise."""
+
+    def __init__(self, p: float = 0.1) -> None:
+        self.p = p
+        self.noise = Noise()
+
+    def forward(self, x: Any) -> Tensor:
+        return F.dropout(x, self.p, self.noise.generator() if self.training and self.p else None)
+
+
+class Sequential(Module):
+    """Modules (or functions of one tensor, such as F.relu), one after another."""
+
+    def __init__(self, *layers: Callable[[Any], Tensor], seed: int = 0) -> None:
+        self.layers, self.seed = list(layers), seed
+
+    def forward(self, x: Any) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x  # type: ignore[no-any-return]
+
+
+class MLP(Module):
+    """Linear layers of the given sizes with ReLU between: x (..., sizes[0]) -> (..., sizes[-1])."""
+
+    def __init__(self, sizes: Sequence[int], seed: int = 0, dtype: Any = "float32") -> None:
+        if len(sizes) < 2:
+            raise ValueError(f"MLP needs at least an input and an output size, got {list(sizes)}")
+        self.seed = seed
+        self.layers = [
+            Linear(inputs, outputs, dtype=dtype) for inputs, outputs in zip(sizes, sizes[1:], strict=False)
+        ]
+
+    def forward(self, x: Any) -> Tensor:
+        for layer in self.layers[:-1]:
+            x = F.relu(layer(x))
+        return self.layers[-1](x)
+
+
+class CausalSelfAttention(Module):
+    """Each token looks at itself and the tokens before it: x (B, T, C) -> (B, T, C), in H heads of C/H channels."""
+
+    def __init__(self, width: int, heads: int, dtype: Any = "float32") -> None:
+        if width % heads:
+            raise ValueError(f"attention: width {width} is not a multiple of {heads} heads")
+        self.heads = heads
+        self.query, self.key, self.value, self.out = (
+            Linear(width, width, dtype=dtype, init=normal(0.02)) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, c = x.shape
+        q, k, v = (  # each (B, H, T, C/H)
+            layer(x).reshape(b, t, self.heads, c // self.heads).transpose(0, 2, 1, 3)
+            for layer in (self.query, self.key, self.value)
+        )
+        scores = q @ k.swapaxes(-1, -2) * (1 / math.sqrt(c // self.heads))  # (B, H, T, T)
+        past = xp.tril(xp.ones((t, t), dtype=bool))
+        weights = F.softmax(F.where(past, scores, -1e30))
+        return self.out((weights @ v).transpose(0, 2, 1, 3).reshape(b, t, c))
+
+
+class Block(Module):
+    """One transformer block: attention, then a feed-forward of 4C, each added to its normalised input."""
+
+    def __init__(self, width: int, heads: int, dropout: float = 0.0, dtype: Any = "float32") -> None:
+        self.norm1, self.norm2 = LayerNorm(width, dtype=dtype), LayerNorm(width, dtype=dtype)
+        self.attention = CausalSelfAttention(width, heads, dtype)
+        self.up = Linear(width, 4 * width, dtype=dtype, init=normal(0.02))
+        self.down = Linear(4 * width, width, dtype=dtype, init=normal(0.02))
+        self.dropout = Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.norm1(x)))
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
+
+
+class GPT(Module):
+    """A decoder-only transformer: integer tokens (B, T), T <= context -> logits (B, T, V).
+
+    `tied`: the output projection is the embedding's own weight. It is then one parameter, in the root unit.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab: int,
+        context: int,
+        width: int,
+        heads: int,
+        layers: int,
+        tied: bool = True,
+        dropout: float = 0.0,
+        seed: int = 0,
+        dtype: Any = "float32",
+    ) -> None:
+        self.seed, self.context = seed, context
+        self.token = Embedding(vocab, width, dtype, init=normal(0.02))
+        self.position = Embedding(context, width, dtype, init=normal(0.02))
+        self.blocks = [Block(width, heads, dropout, dtype) for _ in range(layers)]
+        self.norm = LayerNorm(width, dtype=dtype)
+        self.head = Linear(width, vocab, bias=False, dtype=dtype, init=normal(0.02))
+        if tied:
+            self.head.weight = self.token.weight
+
+    def forward(self, tokens: Any) -> Tensor:
+        time = tokens.shape[-1]
+        if time > self.context:
+            raise ValueError(f"GPT: {time} tokens in a row, but its context is {self.context}")
+        x = self.token(tokens) + self.position(xp.arange(time))  # (B, T, C) + (T, C)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))

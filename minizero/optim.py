@@ -1,0 +1,199 @@
+"""What is one Adam (and SGD) update on a flat vector, and what does it keep between steps?
+
+An optimizer knows nothing of ranks, units or layers. It is given a vector of weights, a vector of gradients of
+the same length and its own state for them. Every operation is elementwise: an update of a slice has the bits
+of the slice of an update. That is why a rank may update 1/N of a vector on its own.
+
+The vectors are walked in blocks small enough to stay in cache, with scratch that is reused: an update is then
+limited by arithmetic, not by memory, and allocates nothing. Weights and gradients may be bfloat16: each
+block is computed in float32, and the new weight is rounded once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from .backend import Array, name, working, xp
+
+State = dict[str, Array]  # what an optimizer keeps for one vector, by the names that PyTorch uses
+BLOCK = 16_384 if name == "numpy" else 1 << 22  # elements: on a CPU 5 blocks fit in 512 KiB of cache
+
+
+class Scratch:
+    """Arrays of one block that are used again and again: `scratch(key, count, dtype)`."""
+
+    def __init__(self) -> None:
+        self.arrays: dict[tuple[str, np.dtype[Any]], Array] = {}
+
+    def __call__(self, key: str, count: int, dtype: np.dtype[Any]) -> Array:
+        if (key, dtype) not in self.arrays:
+            self.arrays[key, dtype] = xp.empty(BLOCK, dtype)
+        return self.arrays[key, dtype][:count]
+
+
+def blocks(size: int) -> Iterator[slice]:
+    """Slices of at most BLOCK elements that cover a vector of `size`."""
+    return (slice(start, min(start + BLOCK, size)) for start in range(0, size, BLOCK))
+
+
+_shared = Scratch()
+
+
+def add(target: Array, source: Array) -> None:
+    """target += source, both (n,) and of one dtype; bfloat16 is added in float32 and rounded once."""
+    wide = working(target.dtype)
+    if target.dtype == wide:
+        target += source
+        return
+    for block in blocks(target.size):
+        a, b = (_shared(key, block.stop - block.start, wide) for key in "ab")
+        a[:], b[:] = target[block], source[block]
+        a += b
+        target[block] = a
+
+
+def divide(target: Array, divisor: float) -> None:
+    """target /= divisor, for a vector (n,); bfloat16 is divided in float32 and rounded once."""
+    wide = working(target.dtype)
+    if target.dtype == wide:
+        target /= divisor
+        return
+    for block in blocks(target.size):
+        a = _shared("a", block.stop - block.start, wide)
+        a[:] = target[block]
+        a /= divisor
+        target[block] = a
+
+
+class Optimizer:
+    """What SGD and Adam share: the walk over blocks, casting, and the fp32 master copy.
+
+    Args:
+        lr: learning rate; may be changed between steps.
+        master: keep a float32 copy of 16-bit weights and update that one; the weights are its rounded values.
+            It makes no difference to weights that are not 16-bit.
+    """
+
+    moments: tuple[str, ...] = ()  # names of the vectors kept per weight, zero at first
+
+    def __init__(self, lr: float, master: bool = False) -> None:
+        self.lr, self.master = lr, master
+        self._scratch = Scratch()
+
+    def init(self, weights: Array) -> State:
+        """Fresh state for `weights`, (n,): moments and master copy of n elements, float32 for 16-bit weights."""
+        wide = working(weights.dtype)
+        state = {moment: xp.zeros(weights.size, wide) for moment in self.moments}
+        if self.master and weights.dtype != wide:
+            state["master"] = weights.astype(wide)
+        return state
+
+    def update(self, step: int, weights: Array, gradient: Array, state: State) -> None:
+        """One update, in place in `weights` (n,) and `state`; `gradient` (n,) is left as it is.
+
+        `step` counts from 1. Raises ValueError where the lengths differ.
+        """
+        if weights.shape != gradient.shape or any(s.shape != weights.shape for s in state.values()):
+            raise ValueError(f"optimizer: {weights.shape} weights, {gradient.shape} gradients, and state for "
+                             f"{[s.shape for s in state.values()]}: all must have the same length")  # fmt: skip
+        wide = working(weights.dtype)
+        master = state.get("master")
+        formula = self.formula(step)
+        for block in blocks(weights.size):
+            count = block.stop - block.start
+            w, g = weights[block], gradient[block]
+            if weights.dtype != wide:
+                w, g = self._scratch("weights", count, wide), self._scratch("gradient", count, wide)
+                w[:], g[:] = weights[block] if master is None else master[block], gradient[block]
+            a, b = self._scratch("a", count, wide), self._scratch("b", count, wide)
+            formula(w, g, [state[moment][block] for moment in self.moments], a, b)
+            if weights.dtype != wide:
+                weights[block] = w
+                if master is not None:
+                    master[block] = w
+
+    def formula(self, step: int) -> Callable[[Array, Array, list[Array], Array, Array], None]:
+        """The update of step `step`: a function (weights, gradient, moments, a, b) of one block.
+
+        It changes weights and moments in place, must not change the gradient, and may use a and b as it likes.
+        """
+        raise NotImplementedError
+
+
+class SGD(Optimizer):
+    """w -= lr * v, where v = momentum * v + g (v = g without momentum)."""
+
+    def __init__(self, lr: float, momentum: float = 0.0, master: bool = False) -> None:
+        super().__init__(lr, master)
+        self.momentum = momentum
+        self.moments = ("momentum_buffer",) if momentum else ()
+
+    def formula(self, step: int) -> Callable[[Array, Array, list[Array], Array, Array], None]:
+        lr, momentum = self.lr, self.momentum
+
+        def update(w: Array, g: Array, moments: list[Array], a: Array, b: Array) -> None:
+            for v in moments:
+                v *= momentum
+                v += g
+                g = v
+            xp.multiply(g, lr, out=a)
+            w -= a
+
+        return update
+
+
+class Adam(Optimizer):
+    """Adam (Kingma & Ba 2015, arXiv 1412.6980, algorithm 1), with decoupled weight decay (AdamW, arXiv 1711.05101).
+
+        w -= lr * weight_decay * w
+        m  = beta1 * m + (1 - beta1) * g
+        v  = beta2 * v + (1 - beta2) * g * g
+        w -= lr * (m / (1 - beta1^step)) / (sqrt(v / (1 - beta2^step)) + eps)
+
+    The same as torch.optim.AdamW, up to rounding.
+    """
+
+    moments = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        master: bool = False,
+    ) -> None:
+        super().__init__(lr, master)
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"Adam: betas {betas} must be at least 0 and less than 1")
+        self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
+
+    def formula(self, step: int) -> Callable[[Array, Array, list[Array], Array, Array], None]:
+        beta1, beta2 = self.betas
+        decay, eps = 1 - self.lr * self.weight_decay, self.eps
+        rate = self.lr / (1 - beta1**step)
+        root = math.sqrt(1 - beta2**step)
+
+        def update(w: Array, g: Array, moments: list[Array], a: Array, b: Array) -> None:
+            m, v = moments
+            m *= beta1
+            xp.multiply(g, 1 - beta1, out=a)
+            m += a
+            v *= beta2
+            xp.multiply(g, 1 - beta2, out=a)
+            a *= g
+            v += a
+            xp.sqrt(v, out=a)
+            a /= root
+            a += eps
+            xp.divide(m, a, out=b)
+            b *= rate
+            if decay != 1:
+                w *= decay
+            w -= b
+
+        return update
