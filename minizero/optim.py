@@ -69,6 +69,19 @@ def divide(target: Array, divisor: float) -> None:
         target[block] = a
 
 
+def all_finite(vector: Array) -> bool:
+    """Are all elements finite? A block's sum says so at once, unless it overflows: then each element is looked at."""
+    wide = working(vector.dtype)
+    for block in blocks(vector.size):
+        part = vector[block]
+        if vector.dtype != wide:
+            part = _shared("a", part.size, wide)
+            part[:] = vector[block]
+        if not math.isfinite(float(part.sum())) and not xp.isfinite(part).all():
+            return False
+    return True
+
+
 class Optimizer:
     """What SGD and Adam share: the walk over blocks, casting, and the fp32 master copy.
 
@@ -81,8 +94,13 @@ class Optimizer:
     moments: tuple[str, ...] = ()  # names of the vectors kept per weight, zero at first
 
     def __init__(self, lr: float, master: bool = False) -> None:
+        self._check("lr", lr)
         self.lr, self.master = lr, master
         self._scratch = Scratch()
+
+    def _check(self, what: str, *values: float, below: float = math.inf) -> None:
+        if not all(0 <= value < below for value in values):
+            raise ValueError(f"{type(self).__name__}: {what} must be at least 0 and less than {below}, not {values}")
 
     def init(self, weights: Array) -> State:
         """Fresh state for `weights`, (n,): moments and master copy of n elements, float32 for 16-bit weights."""
@@ -129,6 +147,7 @@ class SGD(Optimizer):
 
     def __init__(self, lr: float, momentum: float = 0.0, master: bool = False) -> None:
         super().__init__(lr, master)
+        self._check("momentum", momentum, below=1)
         self.momentum = momentum
         self.moments = ("momentum_buffer",) if momentum else ()
 
@@ -154,7 +173,8 @@ class Adam(Optimizer):
         v  = beta2 * v + (1 - beta2) * g * g
         w -= lr * (m / (1 - beta1^step)) / (sqrt(v / (1 - beta2^step)) + eps)
 
-    The same as torch.optim.AdamW, up to rounding.
+    The same as torch.optim.AdamW, up to rounding. (The last line is computed as the paper's section 2 suggests,
+    with both corrections in two constants: rate * m / (sqrt(v) + floor).)
     """
 
     moments = ("exp_avg", "exp_avg_sq")
@@ -168,15 +188,16 @@ class Adam(Optimizer):
         master: bool = False,
     ) -> None:
         super().__init__(lr, master)
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"Adam: betas {betas} must be at least 0 and less than 1")
+        beta1, beta2 = betas
+        self._check("betas", beta1, beta2, below=1)
+        self._check("eps and weight_decay", eps, weight_decay)
         self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
 
     def formula(self, step: int) -> Callable[[Array, Array, list[Array], Array, Array], None]:
         beta1, beta2 = self.betas
-        decay, eps = 1 - self.lr * self.weight_decay, self.eps
-        rate = self.lr / (1 - beta1**step)
+        decay = 1 - self.lr * self.weight_decay
         root = math.sqrt(1 - beta2**step)
+        rate, floor = self.lr * root / (1 - beta1**step), self.eps * root
 
         def update(w: Array, g: Array, moments: list[Array], a: Array, b: Array) -> None:
             m, v = moments
@@ -188,8 +209,7 @@ class Adam(Optimizer):
             a *= g
             v += a
             xp.sqrt(v, out=a)
-            a /= root
-            a += eps
+            a += floor
             xp.divide(m, a, out=b)
             b *= rate
             if decay != 1:
