@@ -18,15 +18,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from .backend import Array, to_host, working, xp
+from .backend import Array, dtype_of, to_host, working, xp
 
+Operand: TypeAlias = Any  # a Tensor, an array of `xp` or NumPy, a number
+Share: TypeAlias = Callable[[Array], Array]  # gradient of the result -> gradient of one input
+Axis: TypeAlias = "int | tuple[int, ...] | None"  # of a reduction: one axis, several, or (None) all
 Gradients = tuple[Array | None, ...]  # one for each input of a node; None where there is nothing to say
 
-operations: dict[str, Callable[..., Tensor]] = {}  # functional.py enters each operation here, by name
+operations: dict[str, Callable[..., Tensor]] = {}  # each operation of functional.py, by name
 
 _numbers = itertools.count()
 _recording = True
@@ -74,9 +77,12 @@ class Tensor:
     __slots__ = ("__weakref__", "_data", "grad", "node", "parameter", "requires_grad")
 
     def __init__(self, data: Any, requires_grad: bool = False) -> None:
+        data = data.data if isinstance(data, Tensor) else data
         self._data: Array = data if isinstance(data, xp.ndarray) else xp.asarray(data)
         if requires_grad and not is_floating(self._data.dtype):
             raise TypeError(f"only floating-point tensors can require gradients, this one is {self._data.dtype}")
+        if requires_grad:
+            dtype_of(self._data.dtype)
         self.requires_grad = requires_grad
         self.grad: Array | None = None
         self.node: Node | None = None
@@ -108,6 +114,9 @@ class Tensor:
             raise TypeError("len() of a tensor without axes")
         return self.shape[0]
 
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self[i] for i in range(len(self)))
+
     def __repr__(self) -> str:
         made = f", made by {self.node.name}" if self.node else ", requires_grad=True" if self.requires_grad else ""
         return f"Tensor({self.data!r}{made})"
@@ -120,7 +129,7 @@ class Tensor:
         """The only value of a tensor with one element, as a Python number."""
         if self.size != 1:
             raise ValueError(f"item() needs exactly one element, this tensor has shape {self.shape}")
-        return to_host(self.data).item()  # type: ignore[no-any-return]
+        return to_host(self.data).item()
 
     def __float__(self) -> float:
         return float(self.item())
@@ -156,6 +165,7 @@ class Tensor:
     log = _operator("log")
     sqrt = _operator("sqrt")
     tanh = _operator("tanh")
+    astype = _operator("astype")
 
     def reshape(self, *shape: Any) -> Tensor:
         """See `functional.reshape`; the shape may be given as one tuple or as several integers."""
@@ -231,7 +241,8 @@ class Watcher:
     def finished(self, leaf: Tensor, gradient: Array | None) -> None:
         """The last node that used `leaf` has run; `gradient` is None for a frozen or untouched one."""
         if gradient is not None:
-            leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
+            # a copy: the array may also be another leaf's gradient, the caller's, or a view that repeats one number
+            leaf.grad = xp.array(gradient) if leaf.grad is None else xp.asarray(leaf.grad + gradient)
 
 
 def backward(root: Tensor, gradient: Any = None, watcher: Watcher | None = None) -> None:
@@ -248,6 +259,7 @@ def backward(root: Tensor, gradient: Any = None, watcher: Watcher | None = None)
     watcher = watcher or Watcher()
     seed = _seed(root, gradient)
     if root.node is None:  # the root is itself a leaf
+        watcher.reached([root] if root.parameter is not None else [])
         watcher.finished(root, seed)
         return
 

@@ -153,6 +153,10 @@ def units_of(model: Module, rank: int, ranks: int) -> list[Unit]:
         kinds = dict.fromkeys((p.requires_grad, p.dtype) for p in parameters)
         for trained, dtype in kinds:
             members = [p for p in parameters if (p.requires_grad, p.dtype) == (trained, dtype)]
-            label = name + ("" if trained else " (frozen)") + (f" ({dtype})" if len({p.dtype for p in parameters}) > 1 else "")
+            label = (
+                name
+                + ("" if trained else " (frozen)")
+                + (f" ({dtype})" if len({p.dtype for p in parameters}) > 1 else "")
+            )
             units.append(Unit(len(units), label, module, members, rank, ranks))
     return units

@@ -1,139 +1,24 @@
 """What is the forward and backward of each operation?
 
-    @operation                                       enters the operation into `autograd.operations`, by name
-    def mul(x, y):
-        (x, y), dtype = operands("mul", x, y)        Tensors from whatever was given; the dtype to compute in
-        product = compute("mul", xp.multiply, x, y, dtype)      forward; and backward, one share per input:
-        return made("mul", product, (x, lambda g: g * value(y, dtype)), (y, lambda g: g * value(x, dtype)))
-
-A share turns `g`, the gradient of the result, into the gradient of one input. `made` drops the shares of
-inputs that want none, with all they would keep alive, and sums over axes along which an input was broadcast.
-Shares keep Tensors, so that a parameter's array is looked up (and cast up from bfloat16, for as long as the
-operation takes) when they run; they never write into `g`, which other inputs may be given too.
+Each is its forward and, per input, one small function for its backward, side by side; operation.py says how
+the two are put together. The operands are Tensors, arrays or numbers.
 
 Results are float64 if the operands are, else float32. Numbers, arrays without axes, integers and bools take
-the dtype of the others. Values and gradients at 0 are those of IEEE arithmetic: log -inf, sqrt' and log' inf.
+the dtype of the others. At 0, IEEE arithmetic decides: log is -inf, log' and sqrt' are inf; relu' is 0.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from .autograd import Tensor, View, is_floating, operations, record
-from .backend import DTYPES, Array, dtype_of, working, xp
-
-Operand: TypeAlias = Any  # a Tensor, an array of `xp` or NumPy, a number
-DType: TypeAlias = "np.dtype[Any]"
-Share: TypeAlias = Callable[[Array], Array]  # gradient of the result -> gradient of one input
-Axis: TypeAlias = "int | tuple[int, ...] | None"  # of a reduction: one axis, several, or (None) all
-Operation = TypeVar("Operation", bound=Callable[..., Tensor])
-
-
-def operation(function: Operation) -> Operation:
-    operations[function.__name__] = function
-    return function
-
-
-def tensor(x: Operand) -> Tensor:
-    return x if isinstance(x, Tensor) else Tensor(x)
-
-
-def operands(name: str, *given: Operand) -> tuple[list[Tensor], DType]:
-    """The operands as Tensors, and the dtype that `name` computes in. TypeError for float32 with float64."""
-    tensors = [tensor(x) for x in given]
-    found: tuple[list[DType], ...] = ([], [], [])  # of arrays with axes; of Tensors without; of plain numbers
-    for x, t in zip(given, tensors, strict=True):
-        if is_floating(t.dtype):
-            found[0 if t.ndim and hasattr(x, "dtype") else 1 if x is t else 2].append(t.dtype)
-        elif t.dtype.kind not in "iub":
-            raise TypeError(f"{name}: cannot compute with {type(x).__name__} of dtype {t.dtype}")
-    deciding = found[0] or found[1] or found[2][:1] or [DTYPES["float32"]]
-    if len({working(each) for each in deciding}) > 1:
-        mixed = " and ".join(dict.fromkeys(str(each) for each in deciding))
-        raise TypeError(f"{name}: operands are {mixed}: convert one of them with .astype")
-    return tensors, working(deciding[0])
-
-
-def value(x: Tensor, dtype: DType) -> Array:
-    """The array of `x` now, in `dtype`: a copy only where a cast is needed."""
-    return x.data.astype(dtype, copy=False)
-
-
-def compute(name: str, function: Callable[..., Array], x: Tensor, y: Tensor, dtype: DType) -> Array:
-    """function(x, y), whose ValueError becomes a sentence that names the operation and both shapes."""
-    try:
-        return function(value(x, dtype), value(y, dtype))
-    except ValueError as error:
-        raise ValueError(f"{name}: shapes {x.shape} and {y.shape} do not fit together") from error
-
-
-def unbroadcast(gradient: Array, shape: tuple[int, ...]) -> Array:
-    """`gradient` summed over the axes along which an input of `shape` was repeated."""
-    if gradient.shape == shape:
-        return gradient
-    new = gradient.ndim - len(shape)
-    repeated = (new + i for i, length in enumerate(shape) if length == 1 != gradient.shape[new + i])
-    return gradient.sum(axis=(*range(new), *repeated)).reshape(shape)
-
-
-def made(name: str, result: Array | Tensor, *inputs: tuple[Tensor, Share]) -> Tensor:
-    """`result`, remembering per input how its gradient follows from the gradient of the result."""
-    ways = [(share, x.shape) if x.requires_grad else None for x, share in inputs]
-
-    def backward(gradient: Array) -> tuple[Array | None, ...]:
-        return tuple(way and unbroadcast(way[0](gradient), way[1]) for way in ways)
-
-    return record(tensor(result), tuple(x for x, _ in inputs), backward, name)
-
-
-def seen(name: str, x: Tensor, look: Callable[[Array], Array], share: Share) -> Tensor:
-    """`look(x)`, which copies nothing: of a parameter, a View that looks again at each use."""
-    now = look(x.data)
-    return made(name, Tensor(now) if x.parameter is None else View(x, look), (x, share))
-
-
-def scatter_add(rows: int, ids: Array, source: Array) -> Array:
-    """Zeros (rows, ...) with source[i] added to row ids[i]. `ids` (n,), `source` (n, ...).
-
-    Sorted by id, neighbours with the same id are added in pairs until each id is left once: n additions at
-    most, in log2(most repeats) rounds. No atomics, no order left to chance: the bits repeat, also on a GPU.
-    """
-    order = xp.argsort(ids, kind="stable")
-    ids, source = ids[order], source[order]
-    turn = xp.arange(ids.size) - xp.searchsorted(ids, ids)  # 0, 1, 2, ... within the run of each id
-    while ids.size and int(turn.max()) > 0:
-        second, first = xp.flatnonzero(turn % 2), xp.flatnonzero(turn % 2 == 0)
-        source[second - 1] += source[second]
-        ids, source, turn = ids[first], source[first], turn[first] // 2
-    total = xp.zeros((rows, *source.shape[1:]), source.dtype)
-    total[ids] = source
-    return total
-
-
-def rows_of(array: Array) -> Array:
-    """(..., n) as (all leading axes in one, n)."""
-    return array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
-
-
-def spread(gradient: Array, shape: tuple[int, ...], axis: Axis, keepdims: bool) -> Array:
-    """The gradient of a reduction over `axis`, repeated along it (without a copy)."""
-    return xp.broadcast_to(gradient if keepdims or axis is None else xp.expand_dims(gradient, axis), shape)
-
-
-def integers(name: str, what: str, given: Operand, count: int) -> Array:
-    """`given` as an array of integers in [0, count)."""
-    ids = tensor(given).data
-    if ids.dtype.kind not in "iu":
-        raise TypeError(f"{name}: {what} must be integers, not {ids.dtype}")
-    low, high = (int(ids.min()), int(ids.max())) if ids.size else (0, -1)
-    if low < 0 or high >= count:
-        raise IndexError(f"{name}: {what} must lie in 0 to {count - 1}, found {low if low < 0 else high}")
-    return ids
+from .autograd import Axis, Operand, Share, Tensor
+from .backend import Array, dtype_of, working, xp
+from .operation import compute, integers, made, operands, operation, rows_of, scatter_add, seen, spread, tensor, value
 
 
 @operation
@@ -164,8 +49,7 @@ def div(x: Operand, y: Operand) -> Tensor:
 
 @operation
 def neg(x: Operand) -> Tensor:
-    (x,), dtype = operands("neg", x)
-    return made("neg", -value(x, dtype), (x, lambda g: -g))
+    return mul(x, -1)
 
 
 @operation
@@ -188,15 +72,13 @@ def matmul(x: Operand, y: Operand) -> Tensor:
         return index(matmul(x, reshape(y, (*y.shape, 1))), (..., 0))
     if x.ndim == 1:
         return index(matmul(reshape(x, (1, *x.shape)), y), (..., 0, slice(None)))
+    product = compute("matmul", xp.matmul, x, y, dtype)
+    flat = rows_of if y.ndim == 2 else lambda a: a  # one product (k, all n) @ (all n, m), not a sum of many
 
-    # for y without leading axes one product: (k, all n) @ (all n, m), not one per leading index and their sum
-    flat = rows_of if y.ndim == 2 else lambda a: a
-    return made(
-        "matmul",
-        compute("matmul", xp.matmul, x, y, dtype),
-        (x, lambda g: g @ value(y, dtype).swapaxes(-1, -2)),
-        (y, lambda g: flat(value(x, dtype)).swapaxes(-1, -2) @ flat(g)),
-    )
+    def share(g: Array) -> Array:
+        return flat(value(x, dtype)).swapaxes(-1, -2) @ flat(g)
+
+    return made("matmul", product, (x, lambda g: g @ value(y, dtype).swapaxes(-1, -2)), (y, share))
 
 
 @operation
@@ -205,9 +87,9 @@ def linear(x: Operand, weight: Operand, bias: Operand = None) -> Tensor:
     (x, weight, *rest), dtype = operands("linear", x, weight, *([] if bias is None else [bias]))
     fits = x.ndim and weight.ndim == 2 and x.shape[-1] == weight.shape[1]
     if not fits or any(b.shape != weight.shape[:1] for b in rest):
-        shapes = ", ".join(str(t.shape) for t in (x, weight, *rest))
-        raise ValueError(f"linear: shapes {shapes} of input, weight (and bias) do not fit together")
-    shape, result = x.shape, rows_of(value(x, dtype)) @ value(weight, dtype).T  # (all leading, in) @ (in, out)
+        raise ValueError(f"linear: shapes {[t.shape for t in (x, weight, *rest)]} do not fit together")
+    shape = x.shape
+    result = rows_of(value(x, dtype)) @ value(weight, dtype).T  # (all leading, in) @ (in, out)
     for b in rest:
         result += value(b, dtype)
     return made(
@@ -248,7 +130,8 @@ def max(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
 @operation
 def reshape(x: Operand, shape: int | Sequence[int]) -> Tensor:
     """A view in another shape (a copy where strides forbid it), in the dtype of x."""
-    x, before = tensor(x), tensor(x).shape
+    x = tensor(x)
+    before = x.shape
     return seen("reshape", x, lambda a: a.reshape(shape), lambda g: g.reshape(before))
 
 
@@ -278,8 +161,9 @@ def index(x: Operand, key: Any) -> Tensor:
         return full
 
     def share_added(g: Array) -> Array:  # the same element may have been taken several times
-        if len(at) == 1 and at[0].dtype.kind in "iu":  # whole rows
-            return scatter_add(shape[0], at[0].reshape(-1) % shape[0], g.reshape(at[0].size, *shape[1:]))
+        if len(at) == 1 and at[0].dtype.kind in "iu":  # whole rows, maybe counted from the end
+            ids = at[0].reshape(-1).astype("int64")
+            return scatter_add(shape[0], ids % shape[0], g.reshape(ids.size, *shape[1:]))
         taken = xp.arange(size).reshape(shape)[at]
         return scatter_add(size, taken.reshape(-1), g.reshape(-1)).reshape(shape)
 
@@ -306,10 +190,9 @@ def concatenate(tensors: Sequence[Operand], axis: int = 0) -> Tensor:
 def where(condition: Operand, x: Operand, y: Operand) -> Tensor:
     """x where the condition holds, else y; broadcast. What is not taken has gradient 0, even if it is nan."""
     (x, y), dtype = operands("where", x, y)
-    chosen, zero = tensor(condition).data.astype(bool, copy=False), xp.zeros((), dtype)
-    result = compute("where", lambda a, b: xp.where(chosen, a, b), x, y, dtype)
-    shares = (lambda g: xp.where(chosen, g, zero)), (lambda g: xp.where(chosen, zero, g))
-    return made("where", result, (x, shares[0]), (y, shares[1]))
+    on, zero = tensor(condition).data.astype(bool, copy=False), xp.zeros((), dtype)
+    result = compute(f"where, condition {on.shape}", lambda a, b: xp.where(on, a, b), x, y, dtype)
+    return made("where", result, (x, lambda g: xp.where(on, g, zero)), (y, lambda g: xp.where(on, zero, g)))
 
 
 @operation
@@ -348,7 +231,6 @@ def tanh(x: Operand) -> Tensor:
 
 @operation
 def relu(x: Operand) -> Tensor:
-    """max(x, 0); the gradient at 0 is 0."""
     (x,), dtype = operands("relu", x)
     y = xp.maximum(value(x, dtype), 0)
     return made("relu", y, (x, lambda g: g * (y > 0)))
@@ -373,7 +255,7 @@ def gelu(x: Operand) -> Tensor:
 
 @operation
 def dropout(x: Operand, p: float, generator: np.random.Generator | None) -> Tensor:
-    """Each element becomes 0 with probability p (drawn on the host), else x / (1 - p). Or x, without generator."""
+    """Each element is 0 with probability p, drawn on the host, else x / (1 - p). Without generator just x."""
     if not 0 <= p < 1:
         raise ValueError(f"dropout: p must lie in [0, 1), not {p}")
     if generator is None or p == 0:
@@ -434,10 +316,7 @@ def embedding(weight: Operand, tokens: Operand) -> Tensor:
 
 @operation
 def cross_entropy(logits: Operand, targets: Operand) -> Tensor:
-    """Mean of -log softmax(logits)[target] over all examples, 0 without any.
-
-    logits (..., classes); targets (...), integers in [0, classes): else TypeError or IndexError.
-    """
+    """Mean of -log softmax(logits)[target]; 0 if empty. Logits (..., classes), integer targets (...)."""
     (logits,), dtype = operands("cross_entropy", logits)
     shape, targets = logits.shape, tensor(targets)
     if not shape or not shape[-1] or targets.shape != shape[:-1]:

@@ -9,6 +9,7 @@ Shapes: B examples (batch), T tokens (time), C channels (width), H heads, V word
 
 from __future__ import annotations
 
+import itertools
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -17,9 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from . import functional as F  # noqa: N812
+from . import functional as F
 from .autograd import Tensor
 from .backend import Array, dtype_of, xp
+from .operation import tensor
 
 Init = Callable[[np.random.Generator, int], np.ndarray[Any, Any]]  # (generator, count) -> count float32 values
 DRAW_BLOCK = 16_384  # elements drawn at once: drawing needs no second copy of the parameter
@@ -52,13 +54,10 @@ class Parameter(Tensor):
 
     __slots__ = ("_dtype", "_shape", "init", "name")
 
-    def __init__(
-        self, shape: Sequence[int], init: Init, dtype: Any = "float32", requires_grad: bool = True
-    ) -> None:
+    def __init__(self, shape: Sequence[int], init: Init, dtype: Any = "float32", requires_grad: bool = True) -> None:
         self._shape, self._dtype, self.init = tuple(shape), dtype_of(dtype), init
         self._data: Array = None
         self.requires_grad, self.grad, self.node = requires_grad, None, None
-        self.parameter = self
         self.name = ""  # its path in the model, known once that is drawn
 
     @property
@@ -73,12 +72,19 @@ class Parameter(Tensor):
         return self._data
 
     @property
+    def parameter(self) -> Parameter:  # type: ignore[override]  # itself; an attribute would be a reference cycle
+        return self
+
+    @property
     def shape(self) -> tuple[int, ...]:
         return self._shape
 
     @property
     def dtype(self) -> np.dtype[Any]:
         return self._dtype
+
+    def __repr__(self) -> str:
+        return super().__repr__() if self._data is not None else f"Parameter({self.name!r}, {self.shape}, not here now)"
 
     def bind(self, array: Array | None) -> None:
         """From now on, `data` is `array`, of the parameter's shape and dtype; None: there is no data."""
@@ -174,8 +180,10 @@ class Module:
 
         Each direct child with parameters is one; so is each block of a list of blocks. Override it to choose.
         """
-        children = {id(child): (name, child) for name, child in reversed(list(self._members(Module)))}
-        return [(name, child) for name, child in reversed(children.values()) if child.parameters()]
+        children: dict[Module, str] = {}
+        for name, child in self._members(Module):
+            children.setdefault(child, name)  # one that is used again has its first place
+        return [(name, child) for child, name in children.items() if child.parameters()]
 
     def name_parameters(self) -> None:
         """Tell each parameter its path, and each module that the model's values exist or will be given."""
@@ -259,7 +267,7 @@ class Sequential(Module):
     def forward(self, x: Any) -> Tensor:
         for layer in self.layers:
             x = layer(x)
-        return x  # type: ignore[no-any-return]
+        return x
 
 
 class MLP(Module):
@@ -269,9 +277,7 @@ class MLP(Module):
         if len(sizes) < 2:
             raise ValueError(f"MLP needs at least an input and an output size, got {list(sizes)}")
         self.seed = seed
-        self.layers = [
-            Linear(inputs, outputs, dtype=dtype) for inputs, outputs in zip(sizes, sizes[1:], strict=False)
-        ]
+        self.layers = [Linear(inputs, outputs, dtype=dtype) for inputs, outputs in itertools.pairwise(sizes)]
 
     def forward(self, x: Any) -> Tensor:
         for layer in self.layers[:-1]:
@@ -283,7 +289,7 @@ class CausalSelfAttention(Module):
     """Each token looks at itself and the tokens before it: x (B, T, C) -> (B, T, C), in H heads of C/H channels."""
 
     def __init__(self, width: int, heads: int, dtype: Any = "float32") -> None:
-        if width % heads:
+        if heads < 1 or width % heads:
             raise ValueError(f"attention: width {width} is not a multiple of {heads} heads")
         self.heads = heads
         self.query, self.key, self.value, self.out = (
@@ -346,7 +352,10 @@ class GPT(Module):
             self.head.weight = self.token.weight
 
     def forward(self, tokens: Any) -> Tensor:
-        time = tokens.shape[-1]
+        tokens = tensor(tokens)
+        if tokens.ndim != 2 or not tokens.shape[1]:
+            raise ValueError(f"GPT: tokens must be (batch, time), with at least one in time, not {tokens.shape}")
+        time = tokens.shape[1]
         if time > self.context:
             raise ValueError(f"GPT: {time} tokens in a row, but its context is {self.context}")
         x = self.token(tokens) + self.position(xp.arange(time))  # (B, T, C) + (T, C)

@@ -1,0 +1,128 @@
+"""What do all operations share: operands, the dtype to compute in, broadcasting, and how one is remembered?
+
+    @operation                                       enters the operation into `autograd.operations`, by name
+    def mul(x, y):
+        (x, y), dtype = operands("mul", x, y)        Tensors from whatever was given; the dtype to compute in
+        product = compute("mul", xp.multiply, x, y, dtype)      forward; and backward, one share per input:
+        return made("mul", product, (x, lambda g: g * value(y, dtype)), (y, lambda g: g * value(x, dtype)))
+
+A share turns `g`, the gradient of the result, into the gradient of one input. `made` drops the shares of
+inputs that want none, with all they would keep alive, and sums over axes along which an input was broadcast.
+Shares keep Tensors, so that a parameter's array is looked up (and cast up from bfloat16, for as long as the
+operation takes) when they run; they never write into `g`, which other inputs may be given too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+
+from .autograd import Axis, Operand, Share, Tensor, View, is_floating, operations, record
+from .backend import DTYPES, Array, working, xp
+
+Operation = TypeVar("Operation", bound=Callable[..., Tensor])
+
+
+def operation(function: Operation) -> Operation:
+    operations[function.__name__] = function
+    return function
+
+
+def tensor(x: Operand) -> Tensor:
+    return x if isinstance(x, Tensor) else Tensor(x)
+
+
+def operands(name: str, *given: Operand) -> tuple[list[Tensor], np.dtype[Any]]:
+    """The operands as Tensors, and the dtype that `name` computes in. TypeError for float32 with float64."""
+    tensors = [tensor(x) for x in given]
+    found: list[list[Any]] = [[], [], []]  # dtypes of arrays with axes; of Tensors without; of plain numbers
+    for x, t in zip(given, tensors, strict=True):
+        if is_floating(t.dtype):
+            found[0 if t.ndim and hasattr(x, "dtype") else 1 if x is t else 2].append(t.dtype)
+        elif t.dtype.kind not in "iub":
+            raise TypeError(f"{name}: cannot compute with {type(x).__name__} of dtype {t.dtype}")
+    deciding = found[0] or found[1] or found[2][:1] or [DTYPES["float32"]]
+    if len({working(each) for each in deciding}) > 1:
+        mixed = " and ".join(dict.fromkeys(str(each) for each in deciding))
+        raise TypeError(f"{name}: operands are {mixed}: convert one of them with .astype")
+    return tensors, working(deciding[0])
+
+
+def value(x: Tensor, dtype: np.dtype[Any]) -> Array:
+    """The array of `x` now, in `dtype`: a copy only where a cast is needed."""
+    return x.data.astype(dtype, copy=False)
+
+
+def compute(name: str, function: Callable[..., Array], x: Tensor, y: Tensor, dtype: np.dtype[Any]) -> Array:
+    """function(x, y), whose ValueError becomes a sentence that names the operation and both shapes."""
+    try:
+        return function(value(x, dtype), value(y, dtype))
+    except ValueError as error:
+        raise ValueError(f"{name}: shapes {x.shape} and {y.shape} do not fit together") from error
+
+
+def unbroadcast(gradient: Array, shape: tuple[int, ...]) -> Array:
+    """`gradient` summed over the axes along which an input of `shape` was repeated."""
+    if gradient.shape == shape:
+        return gradient
+    new = gradient.ndim - len(shape)
+    repeated = (new + i for i, length in enumerate(shape) if length == 1)
+    return gradient.sum(axis=(*range(new), *repeated)).reshape(shape)
+
+
+def made(name: str, result: Array | Tensor, *inputs: tuple[Tensor, Share]) -> Tensor:
+    """`result`, remembering per input how its gradient follows from the gradient of the result."""
+    ways = [(share, x.shape) if x.requires_grad else None for x, share in inputs]
+
+    def backward(gradient: Array) -> tuple[Array | None, ...]:
+        return tuple(way and unbroadcast(way[0](gradient), way[1]) for way in ways)
+
+    return record(tensor(result), tuple(x for x, _ in inputs), backward, name)
+
+
+def seen(name: str, x: Tensor, look: Callable[[Array], Array], share: Share) -> Tensor:
+    """`look(x)`, which copies nothing: of a parameter, a View that looks again at each use."""
+    now = look(x.data)
+    return made(name, Tensor(now) if x.parameter is None else View(x, look), (x, share))
+
+
+def scatter_add(rows: int, ids: Array, source: Array) -> Array:
+    """Zeros (rows, ...) with source[i] added to row ids[i]. `ids` (n,), `source` (n, ...).
+
+    Sorted by id, neighbours with the same id are added in pairs until each id is left once: n additions at
+    most, in log2(most repeats) rounds. No atomics, no order left to chance: the bits repeat, also on a GPU.
+    """
+    order = xp.argsort(ids, kind="stable")
+    ids, source = ids[order], source[order]
+    turn = xp.arange(ids.size) - xp.searchsorted(ids, ids)  # 0, 1, 2, ... within the run of each id
+    while ids.size and int(turn.max()) > 0:
+        second, first = xp.flatnonzero(turn % 2), xp.flatnonzero(turn % 2 == 0)
+        source[second - 1] += source[second]
+        ids, source, turn = ids[first], source[first], turn[first] // 2
+    total = xp.zeros((rows, *source.shape[1:]), source.dtype)
+    total[ids] = source
+    return total
+
+
+def rows_of(array: Array) -> Array:
+    """(..., n) as (all leading axes in one, n)."""
+    return array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
+
+
+def spread(gradient: Array, shape: tuple[int, ...], axis: Axis, keepdims: bool) -> Array:
+    """The gradient of a reduction over `axis`, repeated along it (without a copy)."""
+    return xp.broadcast_to(gradient if keepdims or axis is None else xp.expand_dims(gradient, axis), shape)
+
+
+def integers(name: str, what: str, given: Operand, count: int) -> Array:
+    """`given` as an array of integers in [0, count)."""
+    ids = tensor(given).data
+    if ids.dtype.kind not in "iu":
+        raise TypeError(f"{name}: {what} must be integers, not {ids.dtype}")
+    low, high = (int(ids.min()), int(ids.max())) if ids.size else (0, -1)
+    if low < 0 or high >= count:
+        raise IndexError(f"{name}: {what} must lie in 0 to {count - 1}, found {low if low < 0 else high}")
+    return ids
