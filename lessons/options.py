@@ -1,0 +1,97 @@
+"""What is trained? The options of a lesson's command line, the model that they describe, and its data."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import numpy as np
+from mpi4py import MPI
+
+import data
+import minizero as mz
+from minizero import backend, nn
+
+CONTEXT = 32  # characters that the GPT looks back on
+
+
+class Parser(argparse.ArgumentParser):
+    """All ranks read the same options and end together; only rank 0 speaks."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if MPI.COMM_WORLD.rank == 0:
+            super()._print_message(message, file)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (--help lists the options)\n")
+
+
+def number(kind: type, low: float, high: float) -> Callable[[str], Any]:
+    """A type for argparse: a number within limits."""
+
+    def parse(given: str) -> Any:
+        if not low <= kind(given) <= high:
+            raise argparse.ArgumentTypeError(f"{given} does not lie in {low:,} to {high:,}")
+        return kind(given)
+
+    parse.__name__ = "number" if kind is float else "whole number"
+    return parse
+
+
+class Task:
+    """What is trained: the options of the command line, the model that they describe, and its data."""
+
+    def __init__(self, doc: str | None, micro_batches: bool = True) -> None:
+        parser = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+        add, count = parser.add_argument, number(int, 1, 1_000_000)
+        add("--model", choices=("mlp", "gpt"), default="mlp", help="mlp reads digits; gpt learns the lessons' own text")
+        steps = number(int, 2, 1_000_000)
+        add("--steps", type=steps, default=60, help="at least 2: moments exist from the second on (60)")
+        add("--width", type=count, help="channels of a layer (mlp 128, gpt 64)")
+        add("--layers", type=count, help="linear layers of the mlp (4), blocks of the gpt (2)")
+        add("--batch", type=number(int, 1, data.TRAIN), help="examples per step, over all ranks (mlp 480, gpt 48)")
+        add("--lr", type=number(float, 1e-9, 1e3), help="Adam's learning rate (mlp 0.005, gpt 0.002)")
+        add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and gradients (bfloat16)")
+        if micro_batches:
+            add("--micro-batches", type=count, default=1, help="k: backwards per step, each on 1/k of the batch (1)")
+        add("--seed", type=number(int, 0, 2**32 - 1), default=0, help="of weights and batches (0)")
+        add("--json", action="store_true", help="print one JSON object, and nothing else")
+        self.options = options = parser.parse_args()
+        usual = {"mlp": (128, 4, 480, 5e-3), "gpt": (64, 2, 48, 2e-3)}[options.model]
+        for name, value in zip(("width", "layers", "batch", "lr"), usual, strict=True):
+            setattr(options, name, value if getattr(options, name) is None else getattr(options, name))
+        self.width, self.layers, self.batch, self.lr = options.width, options.layers, options.batch, options.lr
+        self.steps, self.k = options.steps, getattr(options, "micro_batches", 1)
+        self.itemsize = backend.dtype_of(options.dtype).itemsize
+        self.x: Any  # to train on: pixels (1500, 64), or characters (windows, CONTEXT)
+        self.test_x: Any
+        if options.model == "mlp":
+            self.x, self.y, self.test_x, self.test_y = data.digits()
+            return
+        try:
+            x, y, self.vocabulary = data.text(CONTEXT)
+        except ValueError as reason:
+            parser.error(str(reason))
+        cut = len(x) * 9 // 10  # the windows that test lie side by side behind all that train
+        self.x, self.y, rest = x[:cut], y[:cut], slice(cut + CONTEXT, None, CONTEXT)
+        self.test_x, self.test_y = x[rest], y[rest]
+
+    def model(self, layers: int | None = None) -> nn.Module:
+        """The model, with no values yet; `layers` in place of --layers."""
+        o, layers = self.options, layers or self.layers
+        if o.model == "mlp":
+            return nn.MLP([64, *[self.width] * (layers - 1), 10], seed=o.seed, dtype=o.dtype)
+        return nn.GPT(vocab=len(self.vocabulary), context=CONTEXT, width=self.width, layers=layers,
+                      heads=1 if self.width % 4 else 4, seed=o.seed, dtype=o.dtype)  # fmt: skip
+
+    def batches(self, rank: int = 0, size: int = 1) -> Iterator[list[tuple[Any, Any]]]:
+        """For each step the micro-batches (x, y) of one rank's slice of the global batch."""
+        for x, y in data.batches(self.x, self.y, self.batch, range(self.steps), rank, size, self.options.seed):
+            yield list(zip(np.array_split(x, self.k), np.array_split(y, self.k), strict=True))
+
+    def accuracy(self, forward: Callable[[Any], mz.Tensor]) -> float:
+        """The part of the test set, which no step has seen, that the model gets right. Collective."""
+        with mz.no_grad():
+            best = backend.to_host(forward(self.test_x).data.argmax(-1))
+        return float((best == self.test_y).mean())
