@@ -238,6 +238,9 @@ class Watcher:
     def needed(self, parameter: Tensor) -> None:
         """A node is about to run that may use `parameter.data`. Called before each such node."""
 
+    def ran(self) -> None:
+        """A node has run, what it finished was reported, and all arrays that it alone needed are gone."""
+
     def finished(self, leaf: Tensor, gradient: Array | None) -> None:
         """The last node that used `leaf` has run; `gradient` is None for a frozen or untouched one."""
         if gradient is not None:
@@ -282,6 +285,7 @@ def backward(root: Tensor, gradient: Any = None, watcher: Watcher | None = None)
             users[leaf] -= 1
             if not users[leaf]:
                 watcher.finished(leaf, held.pop(leaf, None))
+        watcher.ran()
 
 
 def _seed(root: Tensor, gradient: Any) -> Array:

@@ -6,22 +6,23 @@ All ranks form a ring. `exchange` hands one buffer to the right neighbour and re
 
 MPI only moves bytes here and never adds, so every dtype works, and the order of additions is ours.
 
-Every message carries a tag that says what its sender is doing: which operation, on which unit. The receiver
-accepts any tag and compares. Ranks that have drifted apart raise at once and name both sides; the error then
-travels round the ring, so that everybody raises. A rank that ends its program says so with a message LEFT: who
-still waits for it raises too, and nothing hangs.
+Every message carries a tag that says what its sender is doing: operation, unit, dtype. The receiver looks at tag
+and size before it takes a message. Ranks that have drifted apart raise at once and name both sides; the error
+travels on round the ring, so that everybody raises. A rank that ends its program says so, with a message LEFT: who
+still waits for it raises, too.
 """
 
 from __future__ import annotations
 
 import atexit
+import copy
 import os
 import sys
 import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NoReturn
@@ -40,12 +41,16 @@ except (ImportError, RuntimeError) as error:
     ) from error
 
 OPERATIONS = ("exchange", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "control", "gather_parameters")
-LEFT, FAILED, REASON, FIRST_TAG = 0, 1, 2, 3  # tags on our own communicators; FIRST_TAG + label are the rest
+DTYPES = ["other", *backend.DTYPES, "float16", "uint8", "uint16", "uint32", "uint64", "int32", "int64"]
+DTYPE_NUMBER = {np.dtype(name): i for i, name in enumerate(DTYPES) if i}
+LEFT, FAILED, FIRST_TAG = 0, 1, 2  # tags on our communicators; from FIRST_TAG on: what is being done
 WORLD_LEFT, WORLD_HELLO = 32_767, 32_766  # tags on MPI's communicators: the largest that every MPI allows
-REASON_BYTES = 2_000
-PATIENCE = 5.0  # seconds that a rank which failed waits for the news to come round the ring
+LARGEST = 2**30  # bytes in one message: older MPIs count to 2^31
+PAUSE = 50e-6  # seconds between two looks for a message, where there are more ranks than cores
+PATIENCE = 5.0  # seconds that a rank which failed waits for the news to come round
 
-_parted: list[tuple[MPI.Comm, int]] = []  # (communicator, its LEFT tag): where to say LEFT at exit
+_rings: list[MPI.Comm] = []  # our communicators: at exit, LEFT goes to the right neighbour in each ...
+_awaited: list[MPI.Comm] = []  # ... and is awaited in these, where the left neighbour has not said it yet
 
 
 class CollectiveError(RuntimeError):
@@ -76,55 +81,63 @@ class Communicator:
         self.local_rank, self.local_size = node.rank, node.size
         node.Free()
         self.device = backend.use_device(self.local_rank)
+        self._crowded = self.local_size > (os.cpu_count() or 1)  # more ranks than cores
         self._own(parent.Dup())
 
     def _own(self, mpi: MPI.Comm) -> None:
         self.mpi, self.rank, self.size = mpi, mpi.rank, mpi.size
         self.right, self.left = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         self.traffic: Counter[str] = Counter()
-        self._operation, self._unit = "exchange", 0  # unit 0: none; unit i of an engine is i + 1
+        self._operation, self._unit, self._broken = "exchange", 0, ""  # unit 0: none; unit i of an engine is i + 1
         self._names: Sequence[str] = ()
-        self._broken = ""
+        self._job = mpi.group.Translate_ranks(None, MPI.COMM_WORLD.group)  # each rank's number in the whole job
         self._scratch = xp.empty(0, np.uint8)
-        self._most_units = (min(mpi.Get_attr(MPI.TAG_UB) or 32_767, 2**30) - FIRST_TAG) // len(OPERATIONS) - 1
-        _parted.append((mpi, LEFT))
+        tags = min(mpi.Get_attr(MPI.TAG_UB) or 32_767, 2**30) - FIRST_TAG
+        self._most_units = tags // len(OPERATIONS) // len(DTYPES) - 1
+        _rings.append(mpi)
+        _awaited.append(mpi)
 
     def split(self, color: int, key: int | None = None) -> Communicator:
         """The communicator of all ranks that give the same `color`, ordered by `key` (default: by rank).
 
         Collective over this communicator.
         """
-        self._everyone()
-        part = object.__new__(Communicator)
-        part.local_rank, part.local_size, part.device = self.local_rank, self.local_size, self.device
+        token = np.zeros(1, np.uint8)
+        with self.label("control"):  # MPI's Split would wait for ever for a rank that does something else
+            for _ in range(self.size - 1):
+                self.exchange(token, token.copy())
+        part = copy.copy(self)  # on the same node and device
         part._own(self.mpi.Split(color, self.rank if key is None else key))
         return part
 
     def exchange(self, send: Array, recv: Array) -> None:
         """Send `send` to the right neighbour, fill `recv` from the left one. Collective over the ring.
 
-        Both are contiguous arrays of any shape and dtype; what the left neighbour sends must have the bytes of
-        `recv`. Raises CollectiveError, on all ranks, where the neighbours are not doing the same.
+        Both are contiguous arrays of any shape; all ranks send the same dtype, and what the left neighbour sends
+        has the bytes of `recv`. Raises CollectiveError where neighbours differ: on every rank, within N calls.
         """
         if self._broken:
             raise CollectiveError(self._broken)
         outgoing, incoming = self._to_mpi(send), self._to_mpi(recv)
-        tag = FIRST_TAG + self._unit * len(OPERATIONS) + OPERATIONS.index(self._operation)
-        status = MPI.Status()
-        self.traffic[self._operation] += outgoing.nbytes
-        try:
-            self.mpi.Sendrecv(
-                [outgoing, MPI.BYTE], self.right, tag, [incoming, MPI.BYTE], self.left, MPI.ANY_TAG, status
-            )
-        except MPI.Exception as error:
-            if error.Get_error_class() != MPI.ERR_TRUNCATE:
-                raise
-            self._fail(f"rank {self.left} sent more than the {incoming.nbytes} bytes that rank {self.rank} "
-                       f"expects in {self._doing(tag)}: the ranks' arrays differ in size or dtype")  # fmt: skip
-        if status.Get_tag() != tag or status.Get_count(MPI.BYTE) != incoming.nbytes:
-            self._explain(tag, status.Get_tag(), status.Get_count(MPI.BYTE), incoming.nbytes)
+        if not incoming.flags.writeable or np.may_share_memory(outgoing, incoming):
+            raise ValueError(f"{self._operation}: the array to receive into is read-only or overlaps the one to send")
+        for at in range(0, max(outgoing.size, incoming.size, 1), LARGEST):
+            self._swap(outgoing[at : at + LARGEST], incoming[at : at + LARGEST], DTYPE_NUMBER.get(send.dtype, 0))
         if not isinstance(recv, np.ndarray):
             recv.view(np.uint8).reshape(-1).set(incoming)
+
+    def _swap(self, outgoing: np.ndarray[Any, Any], incoming: np.ndarray[Any, Any], dtype: int) -> None:
+        """One message to the right, one from the left."""
+        doing = self._unit * len(OPERATIONS) + OPERATIONS.index(self._operation)
+        tag, status = FIRST_TAG + doing * len(DTYPES) + dtype, MPI.Status()
+        self.traffic[self._operation] += outgoing.nbytes
+        departure = self.mpi.Isend([outgoing, MPI.BYTE], self.right, tag)
+        self._until(self.mpi.Probe, self.mpi.Iprobe, self.left, MPI.ANY_TAG, status)
+        if status.Get_tag() != tag or status.Get_count(MPI.BYTE) != incoming.nbytes:
+            self._disagree(departure, tag, incoming.nbytes, status)
+        arrival = self.mpi.Irecv([incoming, MPI.BYTE], self.left, tag)
+        self._until(arrival.Wait, arrival.Test)
+        self._until(departure.Wait, departure.Test)
 
     def scratch(self, count: int, dtype: np.dtype[Any]) -> Array:
         """An array (count,) of `dtype` whose memory is used again by the next call."""
@@ -137,9 +150,9 @@ class Communicator:
     def label(self, operation: str = "", unit: int = -1, names: Sequence[str] = ()) -> Iterator[None]:
         """Messages inside say that they belong to `operation` and to unit number `unit` of those called `names`.
 
-        The outermost operation wins: an all-reduce stays one when it calls reduce-scatter.
+        The outermost operation wins: an all-reduce stays one when it calls reduce-scatter. The names stay for later.
         """
-        before = self._operation, self._unit, self._names
+        before = self._operation, self._unit
         if operation and self._operation == "exchange":
             self._operation = operation
         if unit >= 0:
@@ -149,15 +162,24 @@ class Communicator:
         try:
             yield
         finally:
-            self._operation, self._unit, self._names = before
+            self._operation, self._unit = before
+
+    def _until(self, wait: Callable[..., Any], ask: Callable[..., Any], *args: Any) -> None:
+        """Return when MPI has done something: `wait` waits for it, `ask` says whether it is done.
+
+        MPI waits by asking again and again, as fast as it can. Where ranks share cores, that takes the time of those
+        who have something to send: there, sleep between two looks. (Of two questions, the first may only fetch news.)
+        """
+        if not self._crowded:
+            wait(*args)
+        while self._crowded and not (ask(*args) or ask(*args)):
+            time.sleep(PAUSE)
 
     def _to_mpi(self, array: Array) -> np.ndarray[Any, Any]:
         """The bytes of `array` where MPI can read and write them."""
         if not array.flags.c_contiguous:
-            raise ValueError(
-                f"rank {self.rank}: {self._operation} needs a contiguous array, this one has shape {array.shape} and "
-                f"strides {array.strides}: pass numpy.ascontiguousarray(...) of it"
-            )
+            what = f"{self._operation}: shape {array.shape} with strides {array.strides}"
+            raise ValueError(f"{what} is not contiguous: pass numpy.ascontiguousarray(...) of it")
         if isinstance(array, np.ndarray):
             return array.reshape(-1).view(np.uint8)
         xp.cuda.get_current_stream().synchronize()  # MPI does not know of streams
@@ -166,57 +188,45 @@ class Communicator:
     # What follows is about ranks that do not do the same. Training never comes here.
 
     def _doing(self, tag: int) -> str:
-        unit, operation = divmod(tag - FIRST_TAG, len(OPERATIONS))
+        """What the tag of a message says, in words."""
+        rest, dtype = divmod(tag - FIRST_TAG, len(DTYPES))
+        unit, operation = divmod(rest, len(OPERATIONS))
         name = self._names[unit - 1] if 0 < unit <= len(self._names) else f"unit {unit - 1}"
-        return OPERATIONS[operation] + (f" of {name}" if unit else "")
+        return OPERATIONS[operation] + (f" of {name}" if unit else "") + (f" ({DTYPES[dtype]})" if dtype else "")
 
-    def _explain(self, mine: int, theirs: int, got: int, wanted: int) -> NoReturn:
-        """Raise for a message that is not the expected one."""
+    def _disagree(self, departure: MPI.Request, mine: int, wanted: int, status: MPI.Status) -> NoReturn:
+        """Raise for a message that is not the expected one, after telling the right neighbour."""
+        left, me, doing = f"rank {self._job[self.left]}", f"rank {self._job[self.rank]}", self._doing(mine)
+        theirs, got = status.Get_tag(), status.Get_count(MPI.BYTE)
         if theirs == FAILED:
-            text = bytearray(REASON_BYTES)
-            self.mpi.Recv([text, MPI.BYTE], self.left, REASON)
-            self._fail(text.rstrip(b"\0").decode(errors="replace"), first=False)
-        if theirs == LEFT:
-            self._fail(f"rank {self.left} has ended its program, but rank {self.rank} waits for it in {self._doing(mine)}: "
-                       "every rank must take part in every collective")  # fmt: skip
-        if theirs == mine:
-            self._fail(f"rank {self.left} sent {got} bytes, but rank {self.rank} expects {wanted} in {self._doing(mine)}: "
-                       "the ranks' arrays differ in size or dtype")  # fmt: skip
-        self._fail(f"rank {self.left} is in {self._doing(theirs)}, but rank {self.rank} is in {self._doing(mine)}: "
-                   "every rank must call the same collectives in the same order")  # fmt: skip
-
-    def _fail(self, reason: str, first: bool = True) -> NoReturn:
-        """Tell the right neighbour; whoever is `first` also takes what the left one still sends; then raise."""
-        self._broken = reason
-        text = reason.encode()[:REASON_BYTES].ljust(REASON_BYTES, b"\0")
-        news = [self.mpi.Isend([b"", MPI.BYTE], self.right, FAILED), self.mpi.Isend([text, MPI.BYTE], self.right, REASON)]
+            self._broken = self.mpi.recv(source=self.left, tag=FAILED)
+        elif theirs == LEFT:
+            self._broken = f"{left} has ended its program, but {me} waits for it in {doing}: all must take part"
+        elif theirs == mine:
+            self._broken = f"{left} sent {got} bytes, but {me} expects {wanted} in {doing}: their arrays differ in size"
+        else:
+            self._broken = (f"{left} is in {self._doing(theirs)}, but {me} is in {doing}: "
+                            "every rank must call the same collectives in the same order")  # fmt: skip
+        news = self.mpi.isend(self._broken, self.right, FAILED)
+        self._last = [departure, news]  # kept, since MPI may go on reading these buffers
         end = time.monotonic() + PATIENCE
-        while first and time.monotonic() < end and _drain(self.mpi, self.left) not in (FAILED, LEFT):
+        over = theirs == FAILED  # else the left neighbour may send on until the news has come round to it
+        while not (over and MPI.Request.Testall(self._last)) and time.monotonic() < end:
+            over = over or _drain(self.mpi) in (FAILED, LEFT)
             time.sleep(0.001)
-        while not MPI.Request.Testall(news) and time.monotonic() < end:
-            time.sleep(0.001)
-        raise CollectiveError(reason)
-
-    def _everyone(self) -> None:
-        """Return when every rank has come here: one message goes round the ring N - 1 times."""
-        token = np.zeros(1, np.uint8)
-        with self.label("control"):
-            for _ in range(self.size - 1):
-                self.exchange(token, token.copy())
+        raise CollectiveError(self._broken)
 
     @staticmethod
     def _meet(mpi: MPI.Comm) -> None:
-        """Wait for the left neighbour before a collective call of MPI, which would wait for ever if it had ended."""
-        if mpi.size == 1:
-            return
-        left = (mpi.rank - 1) % mpi.size
-        hello = mpi.Isend([b"", MPI.BYTE], (mpi.rank + 1) % mpi.size, WORLD_HELLO)
-        while not mpi.Iprobe(left, WORLD_HELLO):
-            if mpi.Iprobe(left, WORLD_LEFT):
-                raise CollectiveError(f"rank {left} ended its program before it made its Communicator")
-            time.sleep(0.0005)
-        mpi.Recv([bytearray(0), MPI.BYTE], left, WORLD_HELLO)
-        hello.Wait()
+        """Wait for all others before a collective call of MPI, which would wait for ever for one that has ended."""
+        hellos = [mpi.Isend([b"", MPI.BYTE], rank, WORLD_HELLO) for rank in range(mpi.size)]
+        for rank, number in enumerate(mpi.group.Translate_ranks(None, MPI.COMM_WORLD.group)):
+            while not mpi.Iprobe(rank, WORLD_HELLO):
+                if MPI.COMM_WORLD.Iprobe(number, WORLD_LEFT):
+                    raise CollectiveError(f"rank {number} ended its program before it made its Communicator")
+                time.sleep(0.0005)
+            mpi.Recv([bytearray(0), MPI.BYTE], rank, WORLD_HELLO)
+        MPI.Request.Waitall(hellos)
 
     @staticmethod
     def _check_launcher() -> None:
@@ -225,10 +235,10 @@ class Communicator:
         if MPI.COMM_WORLD.size == 1 and started > 1:
             library = MPI.Get_library_version().splitlines()[0].strip("\0 ,")
             raise RuntimeError(
-                f"the launcher started {started} processes, but each of them is rank 0 of 1: mpirun (or srun) belongs to "
-                f"another MPI than the library that mpi4py loaded, which is {library}. Put the bin directory of that MPI "
-                "first on PATH (source .venv/bin/activate), or point MPI4PY_LIBMPI at the launcher's libmpi.so; "
-                "`python -m minizero doctor` shows both"
+                f"the launcher started {started} processes, but each of them is rank 0 of 1: mpirun (or srun) belongs "
+                f"to another MPI than the library that mpi4py loaded, which is {library}. Put the bin directory of "
+                "that MPI first on PATH (source .venv/bin/activate), or point MPI4PY_LIBMPI at the launcher's "
+                "libmpi.so; `python -m minizero doctor` shows both"
             )
 
 
@@ -238,47 +248,52 @@ def launched_ranks() -> int:
     return max((int(os.environ[name]) for name in variables if os.environ.get(name, "").isdigit()), default=1)
 
 
-def _drain(mpi: MPI.Comm, source: int) -> int:
-    """Receive and forget one message from `source` if there is one. Returns its tag, -1 for none."""
-    status = MPI.Status()
-    if not mpi.Iprobe(source, MPI.ANY_TAG, status):
+def _drain(mpi: MPI.Comm) -> int:
+    """Receive and forget one message from the left neighbour if there is one. Returns its tag, -1 for none."""
+    left, status = (mpi.rank - 1) % mpi.size, MPI.Status()
+    if not mpi.Iprobe(left, MPI.ANY_TAG, status):
         return -1
-    mpi.Recv([bytearray(status.Get_count(MPI.BYTE)), MPI.BYTE], source, status.Get_tag())
-    return int(status.Get_tag())
+    tag = int(status.Get_tag())
+    mpi.Recv([bytearray(status.Get_count(MPI.BYTE)), MPI.BYTE], left, tag)
+    if tag == LEFT:
+        _awaited.remove(mpi)
+    return tag
 
 
 def _farewell() -> None:
-    """At exit: tell every right neighbour LEFT, and wait for it from every left one."""
-    for mpi, left_tag in _parted:
-        mpi.Isend([b"", MPI.BYTE], (mpi.rank + 1) % mpi.size, left_tag)
-    for mpi, left_tag in _parted:
-        left = (mpi.rank - 1) % mpi.size
-        if left_tag == WORLD_LEFT:
-            while not mpi.Iprobe(left, left_tag):
-                time.sleep(0.001)
-            mpi.Recv([bytearray(0), MPI.BYTE], left, left_tag)
-        else:
-            while _drain(mpi, left) != left_tag:
-                time.sleep(0.001)
+    """At exit: say LEFT to whoever may wait for this rank, and stay until all that may say it have done so."""
+    world = MPI.COMM_WORLD
+    if MPI.Is_finalized():
+        return
+    others = set(range(world.size)) - {world.rank}
+    for rank in others:
+        world.Isend([b"", MPI.BYTE], rank, WORLD_LEFT)
+    for mpi in _rings:
+        mpi.Isend([b"", MPI.BYTE], (mpi.rank + 1) % mpi.size, LEFT)
+    while others or _awaited:
+        for mpi in list(_awaited):
+            _drain(mpi)
+        for rank in list(others):
+            if world.Iprobe(rank, WORLD_LEFT):
+                world.Recv([bytearray(0), MPI.BYTE], rank, WORLD_LEFT)
+                others.remove(rank)
+        time.sleep(0.001)
 
 
 def _abort(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
     """Print the traceback, each line with this rank's number, and end the whole job."""
+    if kind is SystemExit:  # which ends a thread, and nothing else
+        return
     world = MPI.COMM_WORLD
     lines = "".join(traceback.format_exception(kind, error, trace)).splitlines()
     sys.stdout.flush()
-    sys.stderr.write("".join(f"[rank {world.rank}/{world.size}] {line}\n" for line in lines))
+    sys.stderr.write("".join(f"[rank {world.rank}/{world.size}] {line}\n" for line in lines))  # at once: nobody cuts in
     sys.stderr.flush()
     world.Abort(1)
-
-
-def _abort_from_thread(args: threading.ExceptHookArgs) -> None:
-    if args.exc_type is not SystemExit:
-        _abort(args.exc_type, args.exc_value, args.exc_traceback)
+    os._exit(1)  # where Abort returns, we would say LEFT before the launcher has ended us
 
 
 if MPI.COMM_WORLD.size > 1:
     sys.excepthook = _abort
-    threading.excepthook = _abort_from_thread
-    _parted.append((MPI.COMM_WORLD, WORLD_LEFT))
+    threading.excepthook = lambda args: _abort(*args[:3])
     atexit.register(_farewell)

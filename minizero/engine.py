@@ -20,20 +20,22 @@ element. That is why they have the same bits.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import numpy as np
+from mpi4py import MPI
 
 from . import autograd, ring
 from .autograd import Tensor
 from .backend import Array, to_host, xp
-from .comm import MPI, Communicator
+from .comm import Communicator
 from .flat import Unit, units_of
 from .nn import Module, Noise
-from .optim import Optimizer, blocks, divide
+from .optim import Optimizer, all_finite, divide, square_sum
 
 
 class Engine:
@@ -51,6 +53,9 @@ class Engine:
     """
 
     def __init__(self, model: Module, optimizer: Optimizer, comm: Communicator | MPI.Comm | None = None) -> None:
+        if not isinstance(model, Module) or not isinstance(optimizer, Optimizer):
+            given = f"{type(model).__name__} and {type(optimizer).__name__}"
+            raise TypeError(f"{type(self).__name__}(model, optimizer) needs an nn.Module and SGD or Adam, not {given}")
         if any(module.around is not None for _, module in model.named_modules()):
             raise ValueError("this model, or a part of it, is already wrapped by an engine: make a new model")
         self.model, self.optimizer = model, optimizer
@@ -62,7 +67,9 @@ class Engine:
 
         model.name_parameters()
         self.units = units_of(model, self.comm.rank, self.comm.size)
+        self._trained = [unit for unit in self.units if unit.trainable]
         self._names = [unit.name for unit in self.units]
+        self._compare_models()
         self._unit_of: dict[Tensor, Unit] = {p: unit for unit in self.units for p in unit.parameters}
         for unit in self.units:
             with self._on(unit):
@@ -104,10 +111,8 @@ class Engine:
 
     def __call__(self, *inputs: Any) -> Tensor:
         """The model's forward. Under ZeRO-3 collective: every rank must run the same units in the same order."""
-        if autograd.recording() and inputs and getattr(inputs[0], "shape", ()):
-            self._rows += inputs[0].shape[0]
-        else:
-            self._rows += 1
+        if autograd.recording():
+            self._rows.append(math.prod(getattr(inputs[0], "shape", ())[:1]) if inputs else 1)
         return self.model(*inputs)
 
     def backward(self, loss: Tensor, gradient: Any = None, examples: int | None = None) -> None:
@@ -119,19 +124,22 @@ class Engine:
             examples: how many examples `loss` is the mean of, where slices are uneven: then all ranks must say
                 so. May be 0 on some ranks, which must run forward and backward all the same.
         """
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"backward: needs the Tensor that the loss function returned, not {type(loss).__name__}")
         if self._averaged:
             raise RuntimeError("backward: the mean gradient was already taken: call step() or zero_grad() first")
-        if examples is not None and examples < 0:
-            raise ValueError(f"backward: rank {self.comm.rank} gave examples={examples}: it must be 0 or more")
-        for parameter, unit in self._unit_of.items():
-            if parameter.requires_grad != unit.trainable:
-                raise RuntimeError(f"requires_grad of a parameter in {unit.name} was changed after wrapping: do it before")
+        if examples is not None and not (isinstance(examples, int | np.integer) and examples >= 0):
+            raise ValueError(f"backward: rank {self.comm.rank} gave examples={examples!r}, not an integer of 0 or more")
+        for unit in self.units:
+            for parameter in unit.parameters:
+                if parameter.requires_grad != unit.trainable:
+                    raise RuntimeError(f"requires_grad of {parameter.name} was changed after wrapping: do it before")
         weight = 1 if examples is None else examples
         if gradient is None:
             gradient = np.full(loss.shape, weight, dtype=np.float64) if loss.size == 1 else None
         self._count += weight
         self._calls[examples is None] += 1
-        self._todo = [unit for unit in self.units if unit.trainable]
+        self._todo = list(self._trained)
         self._pending: dict[Unit, int] = {}
         self._gathered: set[Unit] = set()
         try:
@@ -154,11 +162,10 @@ class Engine:
         """
         self._average()
         self._refuse_bad_numbers()
-        trained = [unit for unit in self.units if unit.trainable]
-        for unit in trained:
+        for unit in self._trained:
             if unit.state is None:
                 unit.state = self.optimizer.init(self.mine(unit, unit.weights))
-        for unit in trained:
+        for unit in self._trained:
             weights, gradient = self.mine(unit, unit.weights), self.mine(unit, unit.gradient)
             self.optimizer.update(self.steps + 1, weights, gradient, unit.state or {})
             with self._on(unit):
@@ -189,12 +196,13 @@ class Engine:
 
         As torch.nn.utils.clip_grad_norm_. A norm that is inf or NaN changes nothing: `step` will refuse it.
         """
+        if not max_norm > 0:
+            raise ValueError(f"clip_grad_norm: max_norm must be more than 0, not {max_norm}")
         self._average()
         norm = math.sqrt(math.fsum(self._square_sums().ravel()))
         if math.isfinite(norm) and norm > max_norm:
-            for unit in self.units:
-                if unit.gradient is not None:
-                    divide(unit.gradient, norm / max_norm)
+            for unit in self._trained:
+                divide(unit.gradient, norm / max_norm)
         return norm
 
     # Looking at what is held.
@@ -258,9 +266,22 @@ class Engine:
     def _forget(self) -> None:
         self._count = 0  # Σ n on this rank since the last step
         self._calls = [0, 0]  # backward calls with and without `examples`
-        self._rows = 0  # examples that `engine(x)` was given
+        self._rows: list[int] = []  # examples in each call of `engine(x)`
         self._averaged = False
         self._bad = False
+
+    def _compare_models(self) -> None:
+        """Refuse models that are not the same on all ranks: training might go on with wrong numbers. Collective."""
+        mine = [(p.name, p.shape, str(p.dtype), p.requires_grad) for p in self.model.parameters()]
+        names = f"{type(self).__name__}, {type(self.optimizer).__name__}"
+        facts = self._exchange_facts(zlib.crc32(f"{names} {mine}".encode()))
+        others = np.flatnonzero(facts != facts[0]).tolist()
+        if others:
+            raise ValueError(
+                f"ranks {others} wrap another model than rank 0: stage, optimizer, and name, shape, dtype and "
+                f"requires_grad of every parameter must be the same. Here on rank {self.comm.rank}: {names}, "
+                f"{len(mine)} parameters of {sum(unit.size for unit in self.units)} elements"
+            )
 
     def _exchange_facts(self, *facts: float) -> np.ndarray[Any, Any]:
         """A few numbers from every rank, on every rank: (N, number of facts), float64. Collective."""
@@ -275,19 +296,18 @@ class Engine:
         if self._averaged:
             return
         if any(unit.local is not None for unit in self.units):
-            raise RuntimeError("step: gradients are still local: the last backward before a step must be outside no_sync")
-        trained = [unit for unit in self.units if unit.trainable]
-        if not trained or any(unit.gradient is None for unit in trained):
+            raise RuntimeError("step: gradients are still local: the last backward must be outside no_sync")
+        if not self._trained or any(unit.gradient is None for unit in self._trained):
             raise RuntimeError("step: there are no gradients: call backward first")
-        bad = not all(_all_finite(unit.own(unit.gradient)) for unit in trained)
-        facts = self._exchange_facts(self._count, *self._calls, self._rows, bad)
+        bad = not all(all_finite(unit.own(unit.gradient)) for unit in self._trained)
+        facts = self._exchange_facts(self._count, *self._calls, sum(self._rows or [1]), bad)
         count, given, omitted, rows, bads = facts.sum(axis=0).tolist()
         if given and omitted:
             ranks = np.flatnonzero(facts[:, 2]).tolist()
-            raise ValueError(f"backward: examples= must be given on all ranks and in all calls, or never; not on {ranks}")
+            raise ValueError(f"backward: examples= must be given everywhere or nowhere; ranks {ranks} left it out")
         if count == 0 or (omitted and rows == 0):
             raise ValueError("step: no rank had a single example since the last step: there is no mean to take")
-        for unit in trained:
+        for unit in self._trained:
             if count != 1:
                 divide(unit.gradient, count)
         self._averaged, self._bad = True, bads > 0
@@ -297,32 +317,20 @@ class Engine:
 
         The norm is *defined* on the chunks, in every stage: that way its bits do not depend on who holds what.
         """
-        sums = []
-        for unit in self.units:
-            for part in self._own_parts(unit):
-                total = 0.0
-                for block in blocks(part.size):
-                    wide = part[block].astype(np.float64)
-                    wide *= wide
-                    total += float(wide.sum())
-                sums.append(total)
-        return self._exchange_facts(*sums)
+        return self._exchange_facts(*(square_sum(part) for unit in self._trained for part in self._own_parts(unit)))
 
     def _own_parts(self, unit: Unit) -> list[Array]:
-        """What this rank's own chunk of the gradient has of each trained parameter (often nothing)."""
-        if not unit.trainable:
-            return []
+        """What this rank's own chunk of the gradient has of each of the unit's parameters (often nothing)."""
         first, own = unit.chunk.start, unit.own(unit.gradient)
         return [own[max(s.start - first, 0) : max(s.stop - first, 0)] for s in unit.spans.values()]
 
     def _refuse_bad_numbers(self) -> None:
         if not self._bad:
             return
-        trained = [unit for unit in self.units if unit.trainable]
-        flags = [not _all_finite(part) for unit in trained for part in self._own_parts(unit)]
-        anywhere = self._exchange_facts(*flags).any(axis=0)
-        names = [p.name for unit in trained for p in unit.parameters]
-        bad = [name for name, is_bad in zip(names, anywhere, strict=True) if is_bad]
+        flags = [not all_finite(part) for unit in self._trained for part in self._own_parts(unit)]
+        anywhere = self._exchange_facts(*flags).sum(axis=0).tolist()
+        names = [p.name for unit in self._trained for p in unit.parameters]
+        bad = [name for name, ranks in zip(names, anywhere, strict=True) if ranks]
         raise FloatingPointError(
             f"step {self.steps + 1}: the gradient of {', '.join(bad)} is not finite (inf or NaN); nothing was updated. "
             "Call zero_grad() and go on with the next batch, or look for the cause (learning rate, input, log of 0)"
@@ -348,6 +356,9 @@ class _Listener(autograd.Watcher):
             with self.engine._on(unit):
                 self.engine.gather(unit)
 
+    def ran(self) -> None:
+        self.engine._reduce_finished()
+
     def finished(self, leaf: Tensor, gradient: Array | None) -> None:
         engine, unit = self.engine, self.engine._unit_of.get(leaf)
         if unit is None:
@@ -355,17 +366,7 @@ class _Listener(autograd.Watcher):
             return
         if gradient is not None:
             unit.collect(leaf, gradient)  # type: ignore[arg-type]  # a unit's leaves are Parameters
-        del gradient
         engine._pending[unit] -= 1
         if not engine._pending[unit] and unit in engine._gathered:
             engine._gathered.remove(unit)
             engine.release(unit)
-        engine._reduce_finished()
-
-
-def _all_finite(vector: Array) -> bool:
-    """Are all elements finite? A sum says so at once, unless it overflows; then each element is looked at."""
-    for block in blocks(vector.size):
-        if not math.isfinite(float(vector[block].sum(dtype=np.float64))) and not xp.isfinite(vector[block]).all():
-            return False
-    return True

@@ -82,6 +82,16 @@ def all_finite(vector: Array) -> bool:
     return True
 
 
+def square_sum(vector: Array) -> float:
+    """Σ x² of a vector (n,), in float64, block by block."""
+    total = 0.0
+    for block in blocks(vector.size):
+        wide = vector[block].astype(np.float64)
+        wide *= wide
+        total += float(wide.sum())
+    return total
+
+
 class Optimizer:
     """What SGD and Adam share: the walk over blocks, casting, and the fp32 master copy.
 

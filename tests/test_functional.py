@@ -23,6 +23,7 @@ from hypothesis.extra import numpy as hnp
 from minizero import functional as F
 from minizero.autograd import Node, Tensor, View, no_grad, operations
 from minizero.backend import bfloat16, to_host, working, xp
+from minizero.operation import scatter_add
 from test_autograd import Parameter
 
 Host: TypeAlias = "np.ndarray[Any, Any]"
@@ -749,15 +750,15 @@ def test_scatter_add_adds_every_row_once_in_an_order_that_repeats(ids: list[int]
     whole = np.random.default_rng(len(ids)).integers(-9, 9, (len(ids), 2)).astype(np.float64)
     expected = np.zeros((7, 2))
     np.add.at(expected, at, whole)
-    assert (to_host(F.scatter_add(7, xp.asarray(at), xp.asarray(whole))) == expected).all()  # integers: exact
+    assert (to_host(scatter_add(7, xp.asarray(at), xp.asarray(whole))) == expected).all()  # integers: exact
     real = xp.asarray(np.random.default_rng(len(ids)).standard_normal((len(ids), 2)).astype(np.float32))
-    first, second = (to_host(F.scatter_add(7, xp.asarray(at), real)) for _ in range(2))
+    first, second = (to_host(scatter_add(7, xp.asarray(at), real)) for _ in range(2))
     assert first.tobytes() == second.tobytes()
 
 
 def test_scatter_add_of_one_row_repeated_a_hundred_thousand_times_is_quick_and_exact() -> None:
     ones = xp.ones((100_000, 1), np.float32)
-    assert float(F.scatter_add(2, xp.ones(100_000, np.int64), ones)[1, 0]) == 100_000
+    assert float(scatter_add(2, xp.ones(100_000, np.int64), ones)[1, 0]) == 100_000
 
 
 def test_indexing_an_array_without_axes_or_with_too_many_fails_at_once_also_for_a_parameter() -> None:
