@@ -32,6 +32,7 @@ setup:  ## make .venv and install into it; at a site with its own MPI: EXTRAS=le
 
 lesson: $(STAMP)  ## run a lesson on N ranks: LESSON=03 N=8 ARGS=
 	@test -n "$(SCRIPT)" || { echo "There is no lessons/$(LESSON)_*.py. Choose LESSON= from:"; ls lessons/[0-9]*.py; exit 1; }
+	@case "$(N)" in ""|0|*[!0-9]*) echo "N=$(N) is not a number of ranks: make lesson N=8"; exit 1;; esac
 	@PATH="$$(cd $(BIN) && pwd):$$PATH"; export PATH; \
 	command -v $(firstword $(MPIRUN)) >/dev/null || { \
 	    echo "There is no $(firstword $(MPIRUN)) on PATH. Load your site's MPI (module load ...), or install one here:"; \

@@ -159,7 +159,7 @@ def library_name() -> str:
 
 def library_path() -> str:
     maps = Path("/proc/self/maps")
-    files = [line.split()[-1] for line in maps.read_text().splitlines()] if maps.exists() else []
+    files = [line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines()] if maps.exists() else []
     return next((file for file in files if Path(file).name.startswith(("libmpi.", "libmpich."))), "an unknown place")
 
 

@@ -60,7 +60,7 @@ def choose(wanted: str) -> tuple[str, ModuleType]:
         if wanted == "cupy":
             raise RuntimeError(
                 "MINIZERO_BACKEND=cupy, but CuPy cannot be imported "
-                f"({error}): pip install 'minizero[cuda13]' (or cuda12), or use MINIZERO_BACKEND=auto"
+                f"({error}): pip install cupy-cuda13x (or cupy-cuda12x), or use MINIZERO_BACKEND=auto"
             ) from error
         return "numpy", np
     if cupy.cuda.is_available():

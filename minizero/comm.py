@@ -27,18 +27,20 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NoReturn
 
+import mpi4py
 import numpy as np
 
 from . import backend
 from .backend import Array, xp
 
+mpi4py.rc(initialize=False, finalize=True)  # first see whether launcher and library fit: see `_initialise`
 try:
-    from mpi4py import MPI
+    from mpi4py import MPI as MPI
 except (ImportError, RuntimeError) as error:
     raise ImportError(
-        f"minizero cannot load an MPI library ({error}): pip install 'minizero[mpi]', or load your site's MPI "
-        "module and, if it is not found, set MPI4PY_LIBMPI=/path/to/libmpi.so"
-    ) from error
+        f"minizero finds no MPI library ({str(error).splitlines()[0]}): pip install mpich, or load your site's MPI "
+        "module and, if it is not found then, set MPI4PY_LIBMPI=/path/to/libmpi.so"
+    ) from None
 
 OPERATIONS = ("exchange", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "control", "gather_parameters")
 DTYPES = ["other", *backend.DTYPES, "float16", "uint8", "uint16", "uint32", "uint64", "int32", "int64"]
@@ -47,6 +49,10 @@ LEFT, FAILED, FIRST_TAG = 0, 1, 2  # tags on our communicators; from FIRST_TAG o
 WORLD_LEFT, WORLD_HELLO = 32_767, 32_766  # tags on MPI's communicators: the largest that every MPI allows
 LARGEST = 2**30  # bytes in one message: older MPIs count to 2^31
 PAUSE = 50e-6  # seconds between two looks for a message, where there are more ranks than cores
+MEND = (
+    "put the bin directory of that MPI first on PATH (source .venv/bin/activate), or point MPI4PY_LIBMPI at the "
+    "launcher's libmpi.so; `python -m minizero doctor` shows both"
+)
 PATIENCE = 5.0  # seconds that a rank which failed waits for the news to come round
 
 _rings: list[MPI.Comm] = []  # our communicators: at exit, LEFT goes to the right neighbour in each ...
@@ -236,9 +242,7 @@ class Communicator:
             library = MPI.Get_library_version().splitlines()[0].strip("\0 ,")
             raise RuntimeError(
                 f"the launcher started {started} processes, but each of them is rank 0 of 1: mpirun (or srun) belongs "
-                f"to another MPI than the library that mpi4py loaded, which is {library}. Put the bin directory of "
-                "that MPI first on PATH (source .venv/bin/activate), or point MPI4PY_LIBMPI at the launcher's "
-                "libmpi.so; `python -m minizero doctor` shows both"
+                f"to another MPI than the library that mpi4py loaded, which is {library}: {MEND}"
             )
 
 
@@ -289,10 +293,21 @@ def _abort(kind: type[BaseException], error: BaseException | None, trace: Traceb
     sys.stdout.flush()
     sys.stderr.write("".join(f"[rank {world.rank}/{world.size}] {line}\n" for line in lines))  # at once: nobody cuts in
     sys.stderr.flush()
+    time.sleep(0.2)  # launchers end the job at once: let them first pass on what was written
     world.Abort(1)
     os._exit(1)  # where Abort returns, we would say LEFT before the launcher has ended us
 
 
+def _initialise() -> None:
+    """Start MPI. Under Open MPI's launcher another library would end in its own words: say it in ours."""
+    library = MPI.Get_library_version()
+    if "OMPI_COMM_WORLD_SIZE" in os.environ and "Open MPI" not in library and "PMI_SIZE" not in os.environ:
+        raise RuntimeError(f"mpirun is Open MPI's, but mpi4py loaded {library.splitlines()[0].strip()}: {MEND}")
+    MPI.Init_thread()
+
+
+if not MPI.Is_initialized():
+    _initialise()
 if MPI.COMM_WORLD.size > 1:
     sys.excepthook = _abort
     threading.excepthook = lambda args: _abort(*args[:3])

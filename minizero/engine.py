@@ -27,12 +27,11 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 
 from . import autograd, ring
 from .autograd import Tensor
 from .backend import Array, to_host, xp
-from .comm import Communicator
+from .comm import MPI, Communicator
 from .flat import Unit, units_of
 from .nn import Module, Noise
 from .optim import Optimizer, all_finite, divide, square_sum
@@ -97,15 +96,15 @@ class Engine:
 
     def reduce(self, unit: Unit, gradient: Array) -> Array:
         """Take this rank's whole gradient (unit.length,); return what it keeps of the sum over ranks."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not say how to reduce a unit")
 
     def mine(self, unit: Unit, vector: Array) -> Array:
         """The elements of a vector that this rank updates, and keeps moments for, as a view."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not say which elements are mine")
 
     def publish(self, unit: Unit) -> None:
         """After the update: tell the others."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not say what to publish")
 
     # The training loop.
 
@@ -225,16 +224,20 @@ class Engine:
         """The optimizer's state of each trained parameter, by name and then by the state's name, like
         `gather_parameters`. Empty before the first step. Collective."""
         found: dict[str, dict[str, np.ndarray[Any, Any]]] = {}
-        with self.comm.label("gather_parameters"):
-            for unit in self.units:
-                for key, vector in (unit.state or {}).items():
-                    whole = xp.empty(unit.length, vector.dtype)
-                    self.mine(unit, whole)[:] = vector
-                    if vector.size != unit.length:
-                        with self._on(unit):
-                            ring.all_gather(self.comm, whole)
-                    for parameter, part in unit.split(whole):
-                        found.setdefault(parameter.name, {})[key] = np.array(to_host(part))
+        sizes = self._exchange_facts(*(self.mine(unit, np.empty(unit.length, bool)).size for unit in self._trained))
+        for unit, counts in zip(self._trained, sizes.T, strict=True):
+            everywhere = bool((counts == unit.length).all())
+            if not everywhere and counts.sum() != unit.length:
+                raise ValueError(f"{type(self).__name__}.mine gives the ranks {counts.tolist()} of the {unit.length} "
+                                 f"elements of {unit.name}: neither all to each, nor each to one")  # fmt: skip
+            for key, vector in (unit.state or {}).items():
+                whole = xp.zeros(unit.length, vector.dtype)
+                self.mine(unit, whole)[:] = vector
+                if not everywhere:
+                    with self.comm.label("gather_parameters"), self._on(unit):
+                        ring.all_reduce(self.comm, ring.bits(whole))
+                for parameter, part in unit.split(whole):
+                    found.setdefault(parameter.name, {})[key] = np.array(to_host(part))
         return found
 
     # How units become whole and finish.
@@ -261,7 +264,12 @@ class Engine:
             unit = self._todo.pop()
             if self._syncing:
                 with self._on(unit):
-                    unit.keep(self.reduce(unit, unit.take_local()))
+                    kept = self.reduce(unit, unit.take_local())
+                if kept is None:
+                    raise TypeError(
+                        f"{type(self).__name__}.reduce returned nothing for {unit.name}: return what to keep"
+                    )
+                unit.keep(kept)
 
     def _forget(self) -> None:
         self._count = 0  # Σ n on this rank since the last step

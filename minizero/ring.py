@@ -75,9 +75,13 @@ def broadcast(comm: Communicator, vector: Array) -> Array:
 
     An all-reduce in which all others contribute zero. Adding integers, since those have no -0.0 and no rounding.
     """
-    bits = vector.view(np.dtype(f"uint{8 * vector.dtype.itemsize}"))
     if comm.rank > 0:
-        bits[:] = 0
+        bits(vector)[:] = 0
     with comm.label("broadcast"):
-        all_reduce(comm, bits)
+        all_reduce(comm, bits(vector))
     return vector
+
+
+def bits(vector: Array) -> Array:
+    """The same memory as unsigned integers."""
+    return vector.view(np.dtype(f"uint{8 * vector.dtype.itemsize}"))

@@ -33,6 +33,10 @@ def main() -> None:
     for name, values in expected.items():
         assert (values.view(np.uint32) == got[name].view(np.uint32)).all(), name
         assert (values != start[name]).any(), f"{name} did not move"
+    states = [engine.gather_optimizer_state() for engine in engines]
+    for name, state in states[0].items():
+        for key, values in state.items():
+            assert (values.view(np.uint32) == states[1][name][key].view(np.uint32)).all(), (name, key)
     optimizer = [engine.memory()["optimizer"] for engine in engines]
     assert optimizer[1] == (optimizer[0] if comm.rank == 0 else 0), optimizer
 

@@ -140,9 +140,11 @@ def check(stage: type[mz.Engine], case: Case, dtype: str) -> Counter[tuple[int, 
     assert sent == nonzero({"all_gather": gathers}), f"{where}, evaluation: sent {sent}"
     sent, _ = counted(engine.gather_parameters)
     assert sent == nonzero({"gather_parameters": gathers}), f"{where}, gather_parameters: sent {sent}"
-    moments = 2 * wire(case.trained, 4, n) * (stage is not mz.DataParallel)
+    moments = 2 * 2 * wire(case.trained, 4, n) * (stage is not mz.DataParallel)  # two moments, one all-reduce each
     sent, _ = counted(engine.gather_optimizer_state)
-    assert sent == nonzero({"gather_parameters": moments}), f"{where}, gather_optimizer_state: sent {sent}"
+    facts = 8 * (n - 1) * sum(unit.trainable for unit in engine.units)
+    expected = nonzero({"gather_parameters": moments, "control": facts})
+    assert sent == expected, f"{where}, gather_optimizer_state: sent {sent}, not {expected}"
     return totals
 
 
