@@ -26,7 +26,8 @@ def train(task: common.Task, report: common.Report) -> tuple[nn.Module, list[Sta
             p.grad = None  # backward adds to what is there
         loss = F.cross_entropy(model(x), y)
         loss.backward()
-        report.at_rest(loss, len(y))
+        report.loss(loss, len(y))
+        report.at_rest()
         for p, state in zip(model.parameters(), states, strict=True):
             assert p.grad is not None
             p.grad = p.grad.astype(p.dtype)  # computed in float32, kept like the weight

@@ -11,7 +11,6 @@ import hashlib
 import os
 
 import numpy as np
-from mpi4py import MPI
 
 import common
 import data
@@ -19,6 +18,7 @@ import minizero as mz
 from minizero import backend, ring
 from minizero import functional as F
 from minizero.backend import Array
+from minizero.comm import MPI
 from minizero.flat import Unit
 
 
@@ -29,7 +29,8 @@ def train(stage: type[mz.Engine], task: common.Task, comm: mz.Communicator, repo
         for x, y in batch:  # the micro-batches of this rank's slice; one, if not told otherwise
             loss = F.cross_entropy(engine(x), y)
             engine.backward(loss, examples=len(y))
-        report.at_rest(loss, len(y))
+            report.loss(loss, len(y))
+        report.at_rest()
         engine.step()
     return engine
 

@@ -20,7 +20,8 @@ def train(stage: type[mz.Engine], task: common.Task, comm: mz.Communicator, repo
         for x, y in batch:  # the micro-batches of this rank's slice; one, if not told otherwise
             loss = F.cross_entropy(engine(x), y)
             engine.backward(loss, examples=len(y))
-        report.at_rest(loss, len(y))
+            report.loss(loss, len(y))
+        report.at_rest()
         engine.step()
     return engine
 

@@ -6,7 +6,8 @@
         for x, y in batch:                                  # the micro-batches of this rank's slice
             loss = F.cross_entropy(engine(x), y)
             engine.backward(loss, examples=len(y))
-        report.at_rest(loss, len(y))                        # all that a step holds at rest is held now
+            report.loss(loss, len(y))
+        report.at_rest()                                    # all that a step holds at rest is held now
         engine.step()
 
 Nothing counts inside the framework. Bytes held are those of the arrays that `engine.memory()` finds, bytes sent
@@ -23,10 +24,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpi4py import MPI
-
 import minizero as mz
-from minizero import backend
+from minizero import backend, ring
+from minizero.comm import MPI
 from options import Task as Task
 
 try:
@@ -62,7 +62,7 @@ class Run:
 
     def __init__(self, name: str, forward: Any) -> None:
         self.name, self.forward = name, forward
-        self.theory = next((THEORY[kind] for kind in type(forward).__mro__ if kind in THEORY), THEORY[mz.DataParallel])
+        self.theory = THEORY.get(type(forward))  # none for a stage of the reader's own
         self.memory: dict[str, int] = {}  # bytes at rest, the most over steps and ranks
         self.traffic: dict[str, int] = {}  # bytes sent in one step, likewise, by operation
         self.facts: dict[str, Any] = {"loss": []}
@@ -86,7 +86,14 @@ class Report:
 
     def from_all(self, mine: Any) -> list[Any]:
         """Everybody's `mine`, by rank; every rank gets it."""
-        return self.comm.mpi.allgather(mine) if self.comm else [mine]
+        if not self.comm:
+            return [mine]
+        sent = self.comm.traffic.copy()
+        with self.comm.label("control"):  # MPI's allgather would wait for ever for a rank that has failed
+            ring.all_gather(self.comm, backend.xp.zeros(self.ranks, "uint8"))
+        self.comm.traffic.clear()
+        self.comm.traffic.update(sent)  # this message is not the training's
+        return self.comm.mpi.allgather(mine)
 
     def print(self, line: str = "", end: str = "\n") -> None:
         if self.speaks:
@@ -101,9 +108,10 @@ class Report:
         run, bar = Run(name, forward), self._draw(name)
         self._run, self._bar, self._line = run, bar, ""
         sent = self.comm.traffic if self.comm else {}
-        self._say(f"{name:10}loss")
+        self._say(f"{name:9} loss")
         for step, batch in enumerate(self.task.batches(self.comm.rank if self.comm else 0, self.ranks)):
             self._look = step in {round(i * (self.task.steps - 1) / 4) for i in range(5)}
+            self._losses, self._examples = 0.0, 0
             sent.clear()
             yield batch
             run.traffic = most(run.traffic, sent)
@@ -118,13 +126,19 @@ class Report:
         run.facts["accuracy"], self.facts["runs"][name] = accuracy, run.facts
         self.runs.append(run)
 
-    def at_rest(self, loss: mz.Tensor, examples: int) -> None:
-        """After backward, before step: note the loss and, from the second step on, the bytes that are held."""
+    def loss(self, loss: mz.Tensor, examples: int) -> None:
+        """Note the loss of one micro-batch, the mean over so many examples."""
+        if self._look:
+            self._losses += loss.item() * examples
+            self._examples += examples
+
+    def at_rest(self) -> None:
+        """After the last backward, before step: show the mean loss; from the second step on, note the bytes held."""
         run = self._run
         if self._look:
-            parts = self.from_all((loss.item() * examples, examples))
+            parts = self.from_all((self._losses, self._examples))
             mean = sum(part for part, _ in parts) / max(sum(n for _, n in parts), 1)
-            self._say(f"{' →' * bool(run.facts['loss'])} {mean:.3f}")
+            self._say(f"{' →' * bool(run.facts['loss'])} {mean:{'.3f' if abs(mean) < 1000 else '.3g'}}")
             run.facts["loss"].append(mean)
         if isinstance(run.forward, mz.Engine) and run.forward.steps > 0:
             run.memory = most(run.memory, run.forward.memory())
@@ -154,39 +168,42 @@ class Report:
         parameters, elements = sum(unit.size for unit in units), sum(unit.length for unit in units)
         self.facts.update(parameters=parameters, padding=elements - parameters)
         self.print("\nMemory at rest, in bytes per parameter: after backward, before step, from the second step on")
-        self.print("            weights  gradients  optimizer │ measured  predicted │      held here   at 13 billion")
+        w = max(9, *(len(run.name) for run in self.runs))
+        self.print(f"{'':{w}}   weights  gradients  optimizer │ measured  predicted │      held here   at 13 billion")
         whole = dict(zip(TERMS, (self.task.itemsize, self.task.itemsize, MOMENTS), strict=True))
         for run in self.runs:
             each = {term: held / elements for term, held in run.memory.items()}
-            theory = sum(size / (n if term in run.theory.sharded else 1) for term, size in whole.items())
+            theory = run.theory and sum(size / (n if t in run.theory.sharded else 1) for t, size in whole.items())
             total, held = sum(each.values()), sum(run.memory.values())
             run.facts["memory"] = {"bytes": run.memory, "per_parameter": each, "measured": total, "predicted": theory}
-            self.print(f"{run.name:10}{each['weights']:9.2f}{each['gradients']:11.2f}{each['optimizer']:11.2f} │"
-                       f"{total:9.2f}{theory:11.2f} │{held:11,} bytes{13 * total:12.2f} GB")  # fmt: skip
+            predicted = "-" if theory is None else f"{theory:.2f}"
+            self.print(f"{run.name:{w}}{each['weights']:10.2f}{each['gradients']:11.2f}{each['optimizer']:11.2f} │"
+                       f"{total:9.2f}{predicted:>11} │{held:11,} bytes{13 * total:12.2f} GB")  # fmt: skip
         self.print(f"{parameters:,} parameters lie in vectors of {elements:,} elements, each vector a multiple of {n}.")
-        self.print(
-            f"The other {elements - parameters} are padding, held and sent like parameters, and counted as such."
-        )
+        if padding := elements - parameters:
+            self.print(f"The other {padding} are padding, held and sent like parameters, and counted as such.")
 
     def traffic(self) -> None:
         """Print the bytes that a rank sends per step, measured and by formula, in units of Ψ(N-1)/N."""
         n, k = self.ranks, self.task.k
-        psi = sum(unit.length for unit in self.runs[0].forward.units) * self.task.itemsize
+        psi = sum(unit.length for unit in self.runs[0].forward.units if unit.trainable) * self.task.itemsize
         share = psi // n * (n - 1)
         self.facts.update(psi=psi, share=share)
-        self.print(
-            f"\nSent by a rank per step, in Ψ(N-1)/N: Ψ = {psi:,} bytes of weights and padding, N = {n}, k = {k}"
-        )
-        self.print("           all-reduce  reduce-scatter  all-gather │ measured      formula │   in bytes     control")
+        ways = dict.fromkeys(("all_reduce", "reduce_scatter", "all_gather"))
+        ways |= dict.fromkeys(way for run in self.runs for way in run.traffic if way != "control")  # if there are more
+        w, head = max(9, *(len(run.name) for run in self.runs)), "".join(f"  {way.replace('_', '-')}" for way in ways)
+        self.print(f"\nSent by a rank per step, in Ψ(N-1)/N: Ψ = {psi:,} bytes, N = {n}, k = {k}")
+        self.print(f"{'':{w}}{head} │ measured      formula │   in bytes     control")
         for run in self.runs:
-            ways = [run.traffic.get(way, 0) for way in ("all_reduce", "reduce_scatter", "all_gather")]
-            control, formula = run.traffic.get("control", 0), run.theory.backward * k + run.theory.step
+            control = run.traffic.get("control", 0)
+            formula = run.theory and run.theory.backward * k + run.theory.step
             sent = sum(run.traffic.values()) - control
             run.facts["traffic"] = {"bytes": sent, "measured": sent / share if share else None, "formula": formula,
                                     "by_operation": run.traffic}  # fmt: skip
-            cells = [f"{part / share:.2f}" if share else "-" for part in (*ways, sent)]
-            self.print(f"{run.name:10}{cells[0]:>11}{cells[1]:>16}{cells[2]:>12} │{cells[3]:>9}"
-                       f"{f'{run.theory.formula} = {formula}':>13} │{sent:11,}{control:6,} bytes")  # fmt: skip
+            parts = [(run.traffic.get(way, 0), len(way) + 2) for way in ways]
+            cells = [f"{f'{part / share:.2f}' if share else '-':>{width}}" for part, width in (*parts, (sent, 9))]
+            known = f"{run.theory.formula} = {formula}" if run.theory else "-"
+            self.print(f"{run.name:{w}}{''.join(cells[:-1])} │{cells[-1]}{known:>13} │{sent:11,}{control:6,} bytes")
         if n == 1:
             self.print("One rank has nobody to send to: try mpirun -n 8.")
 

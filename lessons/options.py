@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import numpy as np
-from mpi4py import MPI
 
 import data
 import minizero as mz
 from minizero import backend, nn
+from minizero.comm import MPI
 
 CONTEXT = 32  # characters that the GPT looks back on
 

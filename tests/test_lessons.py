@@ -23,6 +23,24 @@ STAGES = ("DP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 FORMULAS = {"DP": (2, 0), "ZeRO-1": (2, 1), "ZeRO-2": (1, 1), "ZeRO-3": (3, 0)}  # per backward, per step
 SAME = "same bits as plain DP"
 PLANTED = "tests/jobs/planted_lesson.py"
+LESSONS_PATH = {"PYTHONPATH": f"{ROOT / 'lessons'}{os.pathsep}{ROOT}"}
+MY_OWN = """
+import sys
+import common, minizero as mz
+from importlib import import_module
+from minizero import ring
+
+class Broadcasting(mz.Zero1):
+    def publish(self, unit):
+        ring.all_gather(self.comm, unit.weights)
+        ring.broadcast(self.comm, unit.weights)  # needless
+
+task, comm = common.Task(""), mz.Communicator()
+report = common.Report("my_own.py", task, comm)
+import_module("02_zero1").train(Broadcasting, task, comm, report)
+report.memory()
+report.traffic()
+"""
 
 
 @cache
@@ -165,6 +183,35 @@ def test_lesson_00_says_the_same_under_mpirun_as_alone() -> None:
     accuracy = float(alone.split("accuracy")[1].split("%")[0])
     assert accuracy >= 95 and "1.0 + 0.001 = 1.0" in alone
     assert run_ranks(3, "lessons/00_autograd.py").stdout == alone
+
+
+def test_the_printed_loss_is_the_mean_over_all_micro_batches() -> None:
+    one, three = (report("02", 3, "--steps", "2", "--micro-batches", k)["runs"]["DP"]["loss"] for k in ("1", "3"))
+    assert three[0] == pytest.approx(one[0], rel=1e-5)
+    assert report("02", 3, "--steps", "2", "--batch", "2", "--micro-batches", "2")["runs"]["DP"]["loss"][0] > 1
+
+
+def test_a_stage_of_ones_own_has_no_prediction_and_its_columns_add_up(tmp_path: Path) -> None:
+    script = tmp_path / "my_own.py"
+    script.write_text(MY_OWN)
+    done = run_ranks(3, script, "--steps", "2", env=LESSONS_PATH)
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("Broadcasting ")]
+    assert rows[1][5:7] == ["6.67", "-"]
+    assert rows[2][1:8] == ["2.00", "0.00", "1.00", "2.00", "│", "5.00", "-"]
+
+
+def test_a_rank_that_does_not_come_to_a_report_is_missed(tmp_path: Path) -> None:
+    script = tmp_path / "my_own.py"
+    script.write_text(MY_OWN.replace("report.memory()", "comm.rank == 1 and sys.exit()\nreport.from_all(0)"))
+    done = run_ranks(3, script, "--steps", "2", env=LESSONS_PATH, check=False)
+    assert done.returncode and "rank 1 has ended its program, but rank 2 waits for it" in done.stderr
+
+
+def test_a_loss_that_explodes_stays_readable_and_on_one_rank_there_is_no_padding() -> None:
+    done = run_python(LESSONS["02"], "--steps", "5", "--lr", "1000").stdout
+    losses = done.splitlines()[2].split("loss")[1].split("accuracy")[0].split(" → ")
+    assert max(map(float, losses)) > 1e6 and max(map(len, losses)) < 15
+    assert "padding" not in done
 
 
 def test_only_rank_0_prints_and_no_line_is_wider_than_100_columns() -> None:
