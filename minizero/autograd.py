@@ -74,7 +74,7 @@ class Tensor:
     """
 
     __array_ufunc__ = None  # `np.float64(2) * tensor` asks the Tensor, not NumPy
-    __slots__ = ("__weakref__", "_data", "grad", "node", "parameter", "requires_grad")
+    __slots__ = ("__weakref__", "_data", "grad", "node", "requires_grad")
 
     def __init__(self, data: Any, requires_grad: bool = False) -> None:
         data = data.data if isinstance(data, Tensor) else data
@@ -86,7 +86,11 @@ class Tensor:
         self.requires_grad = requires_grad
         self.grad: Array | None = None
         self.node: Node | None = None
-        self.parameter: Tensor | None = None
+
+    @property
+    def parameter(self) -> Tensor | None:
+        """The parameter that this is, or is a view of; None for all other tensors."""
+        return None
 
     @property
     def data(self) -> Array:
@@ -194,7 +198,10 @@ class View(Tensor):
     def __init__(self, base: Tensor, look: Callable[[Array], Array]) -> None:
         self._base, self._look = base, look
         self.requires_grad, self.grad, self.node = False, None, None
-        self.parameter = base.parameter
+
+    @property
+    def parameter(self) -> Tensor | None:
+        return self._base.parameter
 
     @property
     def data(self) -> Array:

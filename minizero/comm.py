@@ -270,11 +270,9 @@ def _farewell() -> None:
     if MPI.Is_finalized():
         return
     others = set(range(world.size)) - {world.rank}
-    for rank in others:
-        world.Isend([b"", MPI.BYTE], rank, WORLD_LEFT)
-    for mpi in _rings:
-        mpi.Isend([b"", MPI.BYTE], (mpi.rank + 1) % mpi.size, LEFT)
-    while others or _awaited:
+    said = [world.Isend([b"", MPI.BYTE], rank, WORLD_LEFT) for rank in others]
+    said += [mpi.Isend([b"", MPI.BYTE], (mpi.rank + 1) % mpi.size, LEFT) for mpi in _rings]
+    while others or _awaited or not MPI.Request.Testall(said):
         for mpi in list(_awaited):
             _drain(mpi)
         for rank in list(others):

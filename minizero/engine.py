@@ -199,6 +199,8 @@ class Engine:
             raise ValueError(f"clip_grad_norm: max_norm must be more than 0, not {max_norm}")
         self._average()
         norm = math.sqrt(math.fsum(self._square_sums().ravel()))
+        if not math.isfinite(norm) and not self._bad:
+            raise FloatingPointError("clip_grad_norm: the squares of these gradients overflow, and nothing was clipped")
         if math.isfinite(norm) and norm > max_norm:
             for unit in self._trained:
                 divide(unit.gradient, norm / max_norm)
@@ -281,7 +283,8 @@ class Engine:
     def _compare_models(self) -> None:
         """Refuse models that are not the same on all ranks: training might go on with wrong numbers. Collective."""
         mine = [(p.name, p.shape, str(p.dtype), p.requires_grad) for p in self.model.parameters()]
-        names = f"{type(self).__name__}, {type(self.optimizer).__name__}"
+        settings = {key: value for key, value in vars(self.optimizer).items() if not key.startswith("_")}
+        names = f"{type(self).__name__}, {type(self.optimizer).__name__} {settings}"
         facts = self._exchange_facts(zlib.crc32(f"{names} {mine}".encode()))
         others = np.flatnonzero(facts != facts[0]).tolist()
         if others:
@@ -310,6 +313,10 @@ class Engine:
         bad = not all(all_finite(unit.own(unit.gradient)) for unit in self._trained)
         facts = self._exchange_facts(self._count, *self._calls, sum(self._rows or [1]), bad)
         count, given, omitted, rows, bads = facts.sum(axis=0).tolist()
+        if len(set((facts[:, 1] + facts[:, 2]).tolist())) > 1:
+            calls = (facts[:, 1] + facts[:, 2]).astype(int).tolist()
+            raise RuntimeError(f"step: the ranks have called backward {calls} times since the last step or zero_grad: "
+                               "all must call it equally often")  # fmt: skip
         if given and omitted:
             ranks = np.flatnonzero(facts[:, 2]).tolist()
             raise ValueError(f"backward: examples= must be given everywhere or nowhere; ranks {ranks} left it out")
@@ -346,15 +353,20 @@ class Engine:
 
 
 class _Listener(autograd.Watcher):
-    """Hears of parameters as backward goes, for one engine. Parameters of other models are left as they are."""
+    """Hears of parameters as backward goes, for one engine. Frozen ones of other models may take part."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
     def reached(self, parameters: list[Tensor]) -> None:
         engine = self.engine
-        for unit in (engine._unit_of[p] for p in parameters if p in engine._unit_of):
-            engine._pending[unit] = engine._pending.get(unit, 0) + 1
+        for parameter in parameters:
+            unit = engine._unit_of.get(parameter)
+            if unit is not None:
+                engine._pending[unit] = engine._pending.get(unit, 0) + 1
+            elif parameter.requires_grad:
+                raise RuntimeError(f"backward came across {parameter!r}, which is not part of the wrapped model: "
+                                   "keep all modules in its attributes, lists or dicts, before wrapping")  # fmt: skip
         engine._reduce_finished()
 
     def needed(self, parameter: Tensor) -> None:

@@ -72,7 +72,7 @@ class Parameter(Tensor):
         return self._data
 
     @property
-    def parameter(self) -> Parameter:  # type: ignore[override]  # itself; an attribute would be a reference cycle
+    def parameter(self) -> Parameter:
         return self
 
     @property
@@ -143,12 +143,14 @@ class Module:
             return self.forward(*args)
 
     def _members(self, kind: type) -> Iterator[tuple[str, Any]]:
-        for name, value in vars(self).items():
+        todo: list[tuple[str, Any]] = list(reversed(vars(self).items()))
+        while todo:
+            name, value = todo.pop()
             if isinstance(value, kind):
                 yield name, value
             elif isinstance(value, list | tuple | dict):
                 pairs = value.items() if isinstance(value, dict) else enumerate(value)
-                yield from ((f"{name}.{key}", item) for key, item in pairs if isinstance(item, kind))
+                todo.extend(reversed([(f"{name}.{key}", item) for key, item in pairs]))
 
     def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
         """This module and all below it, each once, with their paths."""

@@ -25,7 +25,10 @@ class Parameter(Tensor):
     def __init__(self, array: Any, requires_grad: bool = True) -> None:
         super().__init__(array.copy(), requires_grad)
         self._known = self._data.shape
-        self.parameter = self
+
+    @property
+    def parameter(self) -> Tensor:
+        return self
 
     @property
     def data(self) -> Array:

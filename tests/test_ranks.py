@@ -27,7 +27,7 @@ def let_leave(n: int, how: str, who: int, where: str) -> Done:
     assert done.returncode, f"the job ended with code 0: {done.stdout}{done.stderr}"
     for line in done.stderr.splitlines():
         python_line = re.search(r'Traceback|^\s+File "|Error\b', line) and "MPI_Abort" not in line
-        assert not python_line or re.match(rf"\[rank \d/{n}\] ", line), f"no rank before: {line}"
+        assert not python_line or re.match(rf"\0?\[rank \d/{n}\] ", line), f"no rank before: {line}"
     return done
 
 

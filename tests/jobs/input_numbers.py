@@ -24,23 +24,33 @@ def batch(step: int) -> tuple[Any, Any]:
     return generator.standard_normal((4, 6)).astype("float32"), generator.integers(0, 3, 4)
 
 
+class BoomError(Exception):
+    pass
+
+
+class Layer(nn.Linear):
+    """7 -> 7. `spoil` is what a rank does to the result, inside the unit, where that is whole."""
+
+    spoil: Callable[[mz.Tensor], mz.Tensor] | None = None
+
+    def forward(self, x: Any) -> mz.Tensor:
+        x = super().forward(x)
+        return self.spoil(x) if self.spoil else x
+
+
 class Model(nn.Module):
-    """6 -> 7 -> 7 -> 3; `spoil` is what a rank does to a gradient or in a forward, once."""
+    """6 -> 7 -> 7 -> 7 -> 3; the second layer is used twice, and is whole between the two while backward runs."""
 
     def __init__(self, dtype: str) -> None:
         self.seed = 3
-        self.first, self.second, self.last = (nn.Linear(i, o, dtype=dtype) for i, o in ((6, 7), (7, 7), (7, 3)))
-        self.spoil: Callable[[mz.Tensor], mz.Tensor] | None = None
+        self.first, self.second, self.last = (
+            kind(i, o, dtype=dtype) for kind, i, o in ((nn.Linear, 6, 7), (Layer, 7, 7), (nn.Linear, 7, 3))
+        )
 
     def forward(self, x: Any) -> mz.Tensor:
         x = F.relu(self.first(x))
-        if self.spoil:
-            x = self.spoil(x)
-        return self.last(F.relu(self.second(x)))
-
-
-class BoomError(Exception):
-    pass
+        x = x + F.relu(self.second(x))
+        return self.last(x + F.relu(self.second(x)))
 
 
 def boom_forward(x: mz.Tensor) -> mz.Tensor:
@@ -48,10 +58,19 @@ def boom_forward(x: mz.Tensor) -> mz.Tensor:
 
 
 def boom_backward(x: mz.Tensor) -> mz.Tensor:
+    """Raises when backward comes to the first use, after having been through the second."""
+    uses.append(len(uses))
+    number = uses[-1]
+
     def backward(gradient: Any) -> Any:
-        raise BoomError
+        if number == 0:
+            raise BoomError
+        return (gradient,)
 
     return record(mz.Tensor(x.data), (x,), backward, "boom")
+
+
+uses: list[int] = []
 
 
 def start(stage: type[mz.Engine], optimizer: str, dtype: str) -> mz.Engine:
@@ -103,11 +122,11 @@ def spoiled(value: float, who: int, module: str) -> Callable[[mz.Engine], None]:
         if rank == who and module == "first":
             x[2, 3] = value  # reaches the gradient of first.weight and, through the forward, all that follow
         if rank == who and module == "second":
-            engine.model.spoil = lambda h: h * np.where(np.arange(7) == 2, np.float32(value), np.float32(1))  # type: ignore[attr-defined]
+            engine.model.second.spoil = lambda h: h * np.where(np.arange(7) == 2, np.float32(value), np.float32(1))  # type: ignore[attr-defined]
         try:
             engine.backward(F.cross_entropy(engine(x), y))
         finally:
-            engine.model.spoil = None  # type: ignore[attr-defined]
+            engine.model.second.spoil = None  # type: ignore[attr-defined]
 
     return go
 
@@ -167,11 +186,12 @@ def check(stage: type[mz.Engine], optimizer: str, dtype: str) -> None:
 
     # Exceptions that the user catches, on all ranks.
     for where, spoil in (("forward", boom_forward), ("backward", boom_backward)):
-        trained.model.spoil = spoil  # type: ignore[attr-defined]
+        trained.model.second.spoil = spoil  # type: ignore[attr-defined]
+        uses.clear()
         try:
             trained.backward(F.cross_entropy(trained(x), y))
         except BoomError:
-            trained.model.spoil = None  # type: ignore[attr-defined]
+            trained.model.second.spoil = None  # type: ignore[attr-defined]
         else:
             raise AssertionError(f"{title}: no exception in {where}")
         assert trained.memory() == at_rest, f"{title}: after an exception in {where}: {trained.memory()}, not {at_rest}"

@@ -9,10 +9,11 @@ from mpi4py import MPI
 
 import minizero as mz
 from minizero import nn, ring
+from minizero.backend import xp
 
 
 def total(comm: mz.Communicator, count: int = 1) -> float:
-    return float(ring.all_reduce(comm, np.ones(comm.size * count))[0])
+    return float(ring.all_reduce(comm, xp.ones(comm.size * count))[0])
 
 
 comm = mz.Communicator()

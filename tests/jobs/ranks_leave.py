@@ -14,6 +14,7 @@ from mpi4py import MPI
 
 import minizero as mz
 from minizero import nn, ring
+from minizero.backend import xp
 
 how, who, where = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 world = MPI.COMM_WORLD
@@ -47,19 +48,19 @@ def main() -> None:
     comm = mz.Communicator(half if where == "Communicator(half)" and with_who else world)
 
     part = comm.split(int(with_who), -comm.rank)
-    ring.all_reduce(comm, np.ones(comm.size))
-    ring.all_reduce(part, np.ones(part.size))
+    ring.all_reduce(comm, xp.ones(comm.size))
+    ring.all_reduce(part, xp.ones(part.size))
     engine = mz.Zero2(nn.MLP([4, 8, 2]), mz.SGD(0.1), comm)
     loss = engine(np.ones((2, 4), np.float32)).sum()
     if world.rank == who:
         return leave()
 
     if where == "all_reduce":
-        ring.all_reduce(comm, np.ones(comm.size))
+        ring.all_reduce(comm, xp.ones(comm.size))
     elif where == "16 MiB":
-        ring.all_gather(comm, np.ones(comm.size << 21))
+        ring.all_gather(comm, xp.ones(comm.size << 21))
     elif where == "half":  # the other half works on, alone, and ends well
-        ring.all_reduce(part, np.ones(part.size))
+        ring.all_reduce(part, xp.ones(part.size))
     elif where == "split":
         comm.split(0)
     elif where == "backward":

@@ -7,10 +7,9 @@ import re
 import time
 from collections.abc import Callable
 
-import numpy as np
-
 import minizero as mz
 from minizero import ring
+from minizero.backend import Array, xp
 
 world = mz.Communicator()
 N = world.size
@@ -20,8 +19,8 @@ MIB16 = 1 << 22  # float32 elements
 Do = Callable[[mz.Communicator], object]
 
 
-def vector(count: int, dtype: str = "float32") -> np.ndarray:
-    return np.full(N * count, world.rank, dtype)
+def vector(count: int, dtype: str = "float32") -> Array:
+    return xp.full(N * count, world.rank, dtype)
 
 
 def reduce(count: int, dtype: str = "float32", unit: int = -1) -> Do:
@@ -117,4 +116,4 @@ except mz.CollectiveError as error:
     assert "every rank must call the same collectives in the same order" in str(error), str(error)
 else:
     raise AssertionError("every rank in another unit than its neighbours: no error")
-assert ring.all_reduce(world, np.ones(N)).sum() == N * N, "the communicator that nobody broke still works"
+assert ring.all_reduce(world, xp.ones(N)).sum() == N * N, "the communicator that nobody broke still works"
