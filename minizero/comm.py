@@ -174,12 +174,14 @@ class Communicator:
         """Return when MPI has done something: `wait` waits for it, `ask` says whether it is done.
 
         MPI waits by asking again and again, as fast as it can. Where ranks share cores, that takes the time of those
-        who have something to send: there, sleep between two looks. (Of two questions, the first may only fetch news.)
+        who have something to send: there, give way after each look, and sleep if that does not help.
         """
         if not self._crowded:
             wait(*args)
-        while self._crowded and not (ask(*args) or ask(*args)):
-            time.sleep(PAUSE)
+        looks = 0
+        while self._crowded and not ask(*args):
+            looks += 1
+            time.sleep(PAUSE if looks > 5 else 0)
 
     def _to_mpi(self, array: Array) -> np.ndarray[Any, Any]:
         """The bytes of `array` where MPI can read and write them."""

@@ -137,17 +137,16 @@ class Optimizer:
             if weights.dtype != wide:
                 w, g = self._scratch("weights", count, wide), self._scratch("gradient", count, wide)
                 w[:], g[:] = weights[block] if master is None else master[block], gradient[block]
-            a, b = self._scratch("a", count, wide), self._scratch("b", count, wide)
-            formula(w, g, [state[moment][block] for moment in self.moments], a, b)
+            formula(w, g, [state[moment][block] for moment in self.moments], self._scratch("a", count, wide))
             if weights.dtype != wide:
                 weights[block] = w
                 if master is not None:
                     master[block] = w
 
-    def formula(self, step: int) -> Callable[[Array, Array, list[Array], Array, Array], None]:
-        """The update of step `step`: a function (weights, gradient, moments, a, b) of one block.
+    def formula(self, step: int) -> Callable[[Array, Array, list[Array], Array], None]:
+        """The update of step `step`: a function (weights, gradient, moments, a) of one block.
 
-        It changes weights and moments in place, must not change the gradient, and may use a and b as it likes.
+        It changes weights and moments in place, must not change the gradient, and may use `a` as it likes.
         """
         raise NotImplementedError
 
@@ -161,10 +160,10 @@ class SGD(Optimizer):
         self.momentum = momentum
         self.moments = ("momentum_buffer",) if momentum else ()
 
-    def formula(self, step: int) -> Callable[[Array, Array, list[Array], Array, Array], None]:
+    def formula(self, step: int) -> Callable[[Array, Array, list[Array], Array], None]:
         lr, momentum = self.lr, self.momentum
 
-        def update(w: Array, g: Array, moments: list[Array], a: Array, b: Array) -> None:
+        def update(w: Array, g: Array, moments: list[Array], a: Array) -> None:
             for v in moments:
                 v *= momentum
                 v += g
@@ -203,13 +202,13 @@ class Adam(Optimizer):
         self._check("eps and weight_decay", eps, weight_decay)
         self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
 
-    def formula(self, step: int) -> Callable[[Array, Array, list[Array], Array, Array], None]:
+    def formula(self, step: int) -> Callable[[Array, Array, list[Array], Array], None]:
         beta1, beta2 = self.betas
         decay = 1 - self.lr * self.weight_decay
         root = math.sqrt(1 - beta2**step)
         rate, floor = self.lr * root / (1 - beta1**step), self.eps * root
 
-        def update(w: Array, g: Array, moments: list[Array], a: Array, b: Array) -> None:
+        def update(w: Array, g: Array, moments: list[Array], a: Array) -> None:
             m, v = moments
             m *= beta1
             xp.multiply(g, 1 - beta1, out=a)
@@ -220,10 +219,10 @@ class Adam(Optimizer):
             v += a
             xp.sqrt(v, out=a)
             a += floor
-            xp.divide(m, a, out=b)
-            b *= rate
+            xp.divide(m, a, out=a)
+            a *= rate
             if decay != 1:
                 w *= decay
-            w -= b
+            w -= a
 
         return update
