@@ -33,13 +33,23 @@ def test_three_ranks_are_ready_and_one_of_them_says_so() -> None:
     assert done.stdout.endswith("\nready\n")
 
 
-@pytest.mark.parametrize("variable", ["PMI_SIZE", "OMPI_COMM_WORLD_SIZE"])
-def test_a_launcher_of_another_mpi_is_broken(variable: str) -> None:
-    done = run_python(*DOCTOR, env={variable: "8"}, check=False)
+def test_a_launcher_of_another_mpi_is_broken() -> None:
+    done = run_python(*DOCTOR, env={"PMI_SIZE": "8"}, check=False)
     assert done.returncode == 1
     assert verdicts(done.stdout)["launcher"] == BROKEN
     assert "8 processes were started, but each is rank 0 of 1" in done.stdout
     assert done.stdout.endswith("\nnot ready: first mend what is broken\n")
+
+
+def test_under_open_mpis_launcher_another_library_is_named_before_it_starts() -> None:
+    if "Open MPI" in MPI.Get_library_version():
+        variable, code = "PMI_SIZE", "import minizero as mz; mz.Communicator()"
+    else:
+        variable, code = "OMPI_COMM_WORLD_SIZE", "import minizero"
+    done = run_python("-c", code, env={variable: "8"}, check=False)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert "mpirun" in last and "first on PATH" in last and "MPI4PY_LIBMPI" in last, done.stderr
 
 
 def test_of_eight_processes_that_are_all_rank_0_only_the_first_speaks() -> None:
