@@ -159,17 +159,12 @@ def optimizers_must_have_the_same_settings_everywhere(stage: Engines) -> None:
 
 
 def parameters_come_in_the_models_order(stage: Engines) -> None:
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            self.first = nn.Linear(6, 3)
-            self.scale = nn.Parameter((3,), nn.constant(1))  # the root unit, which is unit 0
-
-        def forward(self, x: Any) -> mz.Tensor:
-            return self.first(x) * self.scale
-
-    engine = stage(Mixed(), mz.SGD(0.1), comm)
-    assert list(engine.gather_parameters()) == [name for name, _ in engine.model.named_parameters()]
-    assert set(engine.gather_parameters()) == {"first.weight", "first.bias", "scale"}
+    layers: Any = [nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)]
+    layers[2].weight = layers[1].weight  # shared: in the root unit, which is unit 0, but not the model's first
+    engine = stage(nn.Sequential(*layers), mz.SGD(0.1), comm)
+    names = [name for name, _ in engine.model.named_parameters()]
+    assert names != [p.name for unit in engine.units for p in unit.parameters]
+    assert list(engine.gather_parameters()) == names and len(names) == 7
 
 
 def a_norm_that_overflows_is_refused(stage: Engines) -> None:
