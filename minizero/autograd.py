@@ -97,6 +97,10 @@ class Tensor:
         """The array itself, not a copy."""
         return self._data
 
+    def room(self) -> Array | None:
+        """An array that its gradient may be written to, to save a copy later; who asks must write. None: anywhere."""
+        return None
+
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.data.shape)

@@ -95,6 +95,7 @@ class Communicator:
         self.right, self.left = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         self.traffic: Counter[str] = Counter()
         self._operation, self._unit, self._broken = "exchange", 0, ""  # unit 0: none; unit i of an engine is i + 1
+        self._tag = FIRST_TAG  # of messages that are sent now, but for their dtype
         self._names: Sequence[str] = ()
         self._job = mpi.group.Translate_ranks(None, MPI.COMM_WORLD.group)  # each rank's number in the whole job
         self._scratch = xp.empty(0, np.uint8)
@@ -127,20 +128,23 @@ class Communicator:
         outgoing, incoming = self._to_mpi(send), self._to_mpi(recv)
         if not incoming.flags.writeable or np.may_share_memory(outgoing, incoming):
             raise ValueError(f"{self._operation}: the array to receive into is read-only or overlaps the one to send")
-        for at in range(0, max(outgoing.size, incoming.size, 1), LARGEST):
-            self._swap(outgoing[at : at + LARGEST], incoming[at : at + LARGEST], DTYPE_NUMBER.get(send.dtype, 0))
+        tag, largest = self._tag + DTYPE_NUMBER.get(send.dtype, 0), max(outgoing.size, incoming.size)
+        self.traffic[self._operation] += outgoing.size
+        if largest <= LARGEST:
+            self._swap(outgoing, incoming, tag)
+        else:
+            for at in range(0, largest, LARGEST):
+                self._swap(outgoing[at : at + LARGEST], incoming[at : at + LARGEST], tag)
         if not isinstance(recv, np.ndarray):
             recv.view(np.uint8).reshape(-1).set(incoming)
 
-    def _swap(self, outgoing: np.ndarray[Any, Any], incoming: np.ndarray[Any, Any], dtype: int) -> None:
+    def _swap(self, outgoing: np.ndarray[Any, Any], incoming: np.ndarray[Any, Any], tag: int) -> None:
         """One message to the right, one from the left."""
-        doing = self._unit * len(OPERATIONS) + OPERATIONS.index(self._operation)
-        tag, status = FIRST_TAG + doing * len(DTYPES) + dtype, MPI.Status()
-        self.traffic[self._operation] += outgoing.nbytes
+        status = MPI.Status()
         departure = self.mpi.Isend([outgoing, MPI.BYTE], self.right, tag)
         self._until(self.mpi.Probe, self.mpi.Iprobe, self.left, MPI.ANY_TAG, status)
-        if status.Get_tag() != tag or status.Get_count(MPI.BYTE) != incoming.nbytes:
-            self._disagree(departure, tag, incoming.nbytes, status)
+        if status.Get_tag() != tag or status.Get_count(MPI.BYTE) != incoming.size:
+            self._disagree(departure, tag, incoming.size, status)
         arrival = self.mpi.Irecv([incoming, MPI.BYTE], self.left, tag)
         self._until(arrival.Wait, arrival.Test)
         self._until(departure.Wait, departure.Test)
@@ -158,17 +162,19 @@ class Communicator:
 
         The outermost operation wins: an all-reduce stays one when it calls reduce-scatter. The names stay for later.
         """
-        before = self._operation, self._unit
+        before = self._operation, self._unit, self._tag
         if operation and self._operation == "exchange":
             self._operation = operation
         if unit >= 0:
             if unit >= self._most_units:
                 raise ValueError(f"{unit + 1} units are more than the {self._most_units} that this MPI's tags can name")
             self._unit, self._names = unit + 1, names
+        doing = self._unit * len(OPERATIONS) + OPERATIONS.index(self._operation)
+        self._tag = FIRST_TAG + doing * len(DTYPES)
         try:
             yield
         finally:
-            self._operation, self._unit = before
+            self._operation, self._unit, self._tag = before
 
     def _until(self, wait: Callable[..., Any], ask: Callable[..., Any], *args: Any) -> None:
         """Return when MPI has done something: `wait` waits for it, `ask` says whether it is done.
@@ -181,7 +187,10 @@ class Communicator:
         looks = 0
         while self._crowded and not ask(*args):
             looks += 1
-            time.sleep(PAUSE if looks > 5 else 0)
+            if looks > 5:
+                time.sleep(PAUSE)
+            else:
+                os.sched_yield()
 
     def _to_mpi(self, array: Array) -> np.ndarray[Any, Any]:
         """The bytes of `array` where MPI can read and write them."""

@@ -20,7 +20,6 @@ element. That is why they have the same bits.
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -29,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from . import autograd, ring
+from .agreement import Tally, compare_models, exchange_facts, refuse_bad_numbers
 from .autograd import Tensor
 from .backend import Array, to_host, xp
 from .comm import MPI, Communicator
@@ -68,7 +68,7 @@ class Engine:
         self.units = units_of(model, self.comm.rank, self.comm.size)
         self._trained = [unit for unit in self.units if unit.trainable]
         self._names = [unit.name for unit in self.units]
-        self._compare_models()
+        compare_models(self)
         self._unit_of: dict[Tensor, Unit] = {p: unit for unit in self.units for p in unit.parameters}
         for unit in self.units:
             with self._on(unit):
@@ -111,7 +111,7 @@ class Engine:
     def __call__(self, *inputs: Any) -> Tensor:
         """The model's forward. Under ZeRO-3 collective: every rank must run the same units in the same order."""
         if autograd.recording():
-            self._rows.append(math.prod(getattr(inputs[0], "shape", ())[:1]) if inputs else 1)
+            self._tally.rows.append(math.prod(getattr(inputs[0], "shape", ())[:1]) if inputs else 1)
         return self.model(*inputs)
 
     def backward(self, loss: Tensor, gradient: Any = None, examples: int | None = None) -> None:
@@ -133,11 +133,9 @@ class Engine:
             for parameter in unit.parameters:
                 if parameter.requires_grad != unit.trainable:
                     raise RuntimeError(f"requires_grad of {parameter.name} was changed after wrapping: do it before")
-        weight = 1 if examples is None else examples
+        weight = self._tally.add(examples)
         if gradient is None:
             gradient = np.full(loss.shape, weight, dtype=np.float64) if loss.size == 1 else None
-        self._count += weight
-        self._calls[examples is None] += 1
         self._todo = list(self._trained)
         self._pending: dict[Unit, int] = {}
         self._gathered: set[Unit] = set()
@@ -160,7 +158,8 @@ class Engine:
         moments and the count of steps are then as before. RuntimeError without gradients.
         """
         self._average()
-        self._refuse_bad_numbers()
+        if self._bad:
+            refuse_bad_numbers(self.comm, self._trained, self.steps + 1)
         for unit in self._trained:
             if unit.state is None:
                 unit.state = self.optimizer.init(self.mine(unit, unit.weights))
@@ -226,7 +225,9 @@ class Engine:
         """The optimizer's state of each trained parameter, by name and then by the state's name, like
         `gather_parameters`. Empty before the first step. Collective."""
         found: dict[str, dict[str, np.ndarray[Any, Any]]] = {}
-        sizes = self._exchange_facts(*(self.mine(unit, np.empty(unit.length, bool)).size for unit in self._trained))
+        sizes = exchange_facts(
+            self.comm, *(self.mine(unit, np.empty(unit.length, bool)).size for unit in self._trained)
+        )
         for unit, counts in zip(self._trained, sizes.T, strict=True):
             everywhere = bool((counts == unit.length).all())
             if not everywhere and counts.sum() != unit.length:
@@ -274,33 +275,9 @@ class Engine:
                 unit.keep(kept)
 
     def _forget(self) -> None:
-        self._count = 0  # Σ n on this rank since the last step
-        self._calls = [0, 0]  # backward calls with and without `examples`
-        self._rows: list[int] = []  # examples in each call of `engine(x)`
+        self._tally = Tally()
         self._averaged = False
         self._bad = False
-
-    def _compare_models(self) -> None:
-        """Refuse models that are not the same on all ranks: training might go on with wrong numbers. Collective."""
-        mine = [(p.name, p.shape, str(p.dtype), p.requires_grad) for p in self.model.parameters()]
-        settings = {key: value for key, value in vars(self.optimizer).items() if not key.startswith("_")}
-        names = f"{type(self).__name__}, {type(self.optimizer).__name__} {settings}"
-        facts = self._exchange_facts(zlib.crc32(f"{names} {mine}".encode()))
-        others = np.flatnonzero(facts != facts[0]).tolist()
-        if others:
-            raise ValueError(
-                f"ranks {others} wrap another model than rank 0: stage, optimizer, and name, shape, dtype and "
-                f"requires_grad of every parameter must be the same. Here on rank {self.comm.rank}: {names}, "
-                f"{len(mine)} parameters of {sum(unit.size for unit in self.units)} elements"
-            )
-
-    def _exchange_facts(self, *facts: float) -> np.ndarray[Any, Any]:
-        """A few numbers from every rank, on every rank: (N, number of facts), float64. Collective."""
-        table = np.zeros((self.comm.size, len(facts)))
-        table[self.comm.rank] = facts
-        with self.comm.label("control"):
-            ring.all_gather(self.comm, table.reshape(-1))
-        return table
 
     def _average(self) -> None:
         """Divide the sums by the number of examples: once between `backward` and `step`."""
@@ -311,45 +288,18 @@ class Engine:
         if not self._trained or any(unit.gradient is None for unit in self._trained):
             raise RuntimeError("step: there are no gradients: call backward first")
         bad = not all(all_finite(unit.own(unit.gradient)) for unit in self._trained)
-        facts = self._exchange_facts(self._count, *self._calls, sum(self._rows or [1]), bad)
-        count, given, omitted, rows, bads = facts.sum(axis=0).tolist()
-        if len(set((facts[:, 1] + facts[:, 2]).tolist())) > 1:
-            calls = (facts[:, 1] + facts[:, 2]).astype(int).tolist()
-            raise RuntimeError(f"step: the ranks have called backward {calls} times since the last step or zero_grad: "
-                               "all must call it equally often")  # fmt: skip
-        if given and omitted:
-            ranks = np.flatnonzero(facts[:, 2]).tolist()
-            raise ValueError(f"backward: examples= must be given everywhere or nowhere; ranks {ranks} left it out")
-        if count == 0 or (omitted and rows == 0):
-            raise ValueError("step: no rank had a single example since the last step: there is no mean to take")
+        count, self._bad = self._tally.agree(self.comm, bad)
         for unit in self._trained:
             if count != 1:
                 divide(unit.gradient, count)
-        self._averaged, self._bad = True, bads > 0
+        self._averaged = True
 
     def _square_sums(self) -> np.ndarray[Any, Any]:
         """Σ g² of each (rank's chunk, parameter), float64: (N, trained parameters). Collective.
 
         The norm is *defined* on the chunks, in every stage: that way its bits do not depend on who holds what.
         """
-        return self._exchange_facts(*(square_sum(part) for unit in self._trained for part in self._own_parts(unit)))
-
-    def _own_parts(self, unit: Unit) -> list[Array]:
-        """What this rank's own chunk of the gradient has of each of the unit's parameters (often nothing)."""
-        first, own = unit.chunk.start, unit.own(unit.gradient)
-        return [own[max(s.start - first, 0) : max(s.stop - first, 0)] for s in unit.spans.values()]
-
-    def _refuse_bad_numbers(self) -> None:
-        if not self._bad:
-            return
-        flags = [not all_finite(part) for unit in self._trained for part in self._own_parts(unit)]
-        anywhere = self._exchange_facts(*flags).sum(axis=0).tolist()
-        names = [p.name for unit in self._trained for p in unit.parameters]
-        bad = [name for name, ranks in zip(names, anywhere, strict=True) if ranks]
-        raise FloatingPointError(
-            f"step {self.steps + 1}: the gradient of {', '.join(bad)} is not finite (inf or NaN); nothing was updated. "
-            "Call zero_grad() and go on with the next batch, or look for the cause (learning rate, input, log of 0)"
-        )
+        return exchange_facts(self.comm, *(square_sum(part) for unit in self._trained for part in unit.own_parts()))
 
 
 class _Listener(autograd.Watcher):

@@ -14,9 +14,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from .backend import Array, xp
-from .nn import Module, Parameter
+from .backend import Array, working, xp
+from .nn import Module
 from .optim import State, add
+from .parameter import Parameter
 
 
 class Unit:
@@ -50,10 +51,18 @@ class Unit:
         self.state: State | None = None
         self._vector: Array | None = None  # what the parameters are views of
         self._filled: set[Parameter] = set()  # the parameters that `local` has gradients of
+        self._given: dict[Parameter, Array] = {}  # the parts of `local` that gradients are written to directly
+        for parameter in parameters:
+            parameter.unit = self
 
     def own(self, vector: Array) -> Array:
         """This rank's chunk of a whole vector, as a view. What is only the chunk already is returned as it is."""
         return vector[self.chunk] if vector.size == self.length else vector
+
+    def own_parts(self) -> list[Array]:
+        """What this rank's own chunk of the gradient has of each of the unit's parameters (often nothing)."""
+        first, own = self.chunk.start, self.own(self.gradient)
+        return [own[max(s.start - first, 0) : max(s.stop - first, 0)] for s in self.spans.values()]
 
     def blank(self) -> Array:
         """A new vector for the whole unit, with arbitrary contents."""
@@ -89,16 +98,25 @@ class Unit:
         for parameter in self.parameters:
             parameter.bind(None)
 
+    def room(self, parameter: Parameter) -> Array | None:
+        """The parameter's part of `local`, once, where a gradient can be written as it is: first, and not rounded."""
+        if parameter in self._filled or parameter in self._given or self.dtype != working(self.dtype):
+            return None
+        if self.local is None:
+            self.local = self.blank()
+        self._given[parameter] = self.local[self.spans[parameter]].reshape(parameter.shape)
+        return self._given[parameter]
+
     def collect(self, parameter: Parameter, gradient: Array) -> None:
         """Add one parameter's fresh gradient to `local`, rounded to the unit's dtype."""
         if self.local is None:
             self.local = self.blank()
-        place = self.local[self.spans[parameter]]
+        place = self.local[self.spans[parameter]].reshape(parameter.shape)
         if parameter in self._filled:
-            add(place, gradient.reshape(-1).astype(self.dtype))
-        else:
-            place.reshape(gradient.shape)[...] = gradient
-            self._filled.add(parameter)
+            add(place.reshape(-1), gradient.reshape(-1).astype(self.dtype))
+        elif gradient is not self._given.get(parameter):
+            place[...] = gradient
+        self._filled.add(parameter)
 
     def take_local(self) -> Array:
         """Hand over the whole local gradient; zeros where no gradient was collected."""
@@ -109,6 +127,7 @@ class Unit:
         vector[self.size :] = 0
         self.local = None
         self._filled.clear()
+        self._given.clear()
         return vector
 
     def keep(self, summed: Array) -> None:
@@ -121,6 +140,7 @@ class Unit:
     def drop_gradients(self) -> None:
         self.gradient = self.local = None
         self._filled.clear()
+        self._given.clear()
 
     def held(self) -> dict[str, int]:
         """Bytes of the arrays that this rank holds for this unit, by term."""

@@ -88,15 +88,18 @@ def linear(x: Operand, weight: Operand, bias: Operand = None) -> Tensor:
     fits = x.ndim and weight.ndim == 2 and x.shape[-1] == weight.shape[1]
     if not fits or any(b.shape != weight.shape[:1] for b in rest):
         raise ValueError(f"linear: shapes {[t.shape for t in (x, weight, *rest)]} do not fit together")
-    shape = x.shape
-    result = rows_of(value(x, dtype)) @ value(weight, dtype).T  # (all leading, in) @ (in, out)
+    shape, rows, outputs = x.shape, x.size // (x.shape[-1] or 1), weight.shape[0]
+    if 8 * rows <= outputs:  # few rows are multiplied from the other side: BLAS rearranges them, not the weight
+        result = xp.ascontiguousarray((value(weight, dtype) @ rows_of(value(x, dtype)).T).T)
+    else:
+        result = rows_of(value(x, dtype)) @ value(weight, dtype).T  # (all leading, in) @ (in, out)
     for b in rest:
         result += value(b, dtype)
     return made(
         "linear",
-        result.reshape(*shape[:-1], result.shape[1]),
+        result.reshape(*shape[:-1], outputs),
         (x, lambda g: (rows_of(g) @ value(weight, dtype)).reshape(shape)),
-        (weight, lambda g: rows_of(g).T @ rows_of(value(x, dtype))),  # (out, all leading) @ (all leading, in)
+        (weight, lambda g: xp.matmul(rows_of(g).T, rows_of(value(x, dtype)), out=weight.room())),  # (out, in)
         *((b, lambda g: rows_of(g).sum(axis=0)) for b in rest),
     )
 

@@ -93,6 +93,7 @@ def numpy_linear(x: Host, w: Host, b: Host | float = 0.0) -> Host:
 for leading in [(5,), (2, 3), (2, 1, 3), (), (0,), (2, 0)]:
     case("linear", F.linear, numpy_linear, (*leading, 4), (3, 4), (3,))
     case("linear", F.linear, numpy_linear, (*leading, 4), (1, 4))
+    case("linear", F.linear, numpy_linear, (*leading, 4), (60, 4), (60,))  # few rows: the product from the other side
 case("linear", F.linear, numpy_linear, (2, 0), (3, 0), (3,))
 
 # reductions

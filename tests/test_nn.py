@@ -14,7 +14,8 @@ from minizero import nn
 from minizero.autograd import Tensor
 from minizero.backend import bfloat16, to_host, xp
 from minizero.flat import units_of
-from minizero.nn import DRAW_BLOCK, Module, Parameter, constant, normal, uniform
+from minizero.nn import Module
+from minizero.parameter import DRAW_BLOCK, Parameter, constant, normal, uniform
 
 Array = np.ndarray[Any, Any]
 TINY = {"vocab": 5, "context": 4, "width": 4, "heads": 2, "layers": 1}

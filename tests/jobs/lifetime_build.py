@@ -10,7 +10,7 @@ import tracemalloc
 
 import minizero as mz
 from minizero import nn, ring
-from minizero.nn import DRAW_BLOCK
+from minizero.parameter import DRAW_BLOCK
 
 WIDTH, LAYERS = 600, 8
 dtype, when = sys.argv[1:]

@@ -424,8 +424,8 @@ def _() -> Sequence[Patch]:
 
 @fault("padding counts in the norm")
 def _() -> Sequence[Patch]:
-    def own_parts(old: Any, engine: Engine, unit: Unit) -> list[Any]:
-        parts: list[Any] = old(engine, unit)
+    def own_parts(old: Any, unit: Unit) -> list[Any]:
+        parts: list[Any] = old(unit)
         if parts:
             own, last = unit.own(unit.gradient), list(unit.spans.values())[-1]
             parts[-1] = own[max(last.start - unit.chunk.start, 0) :]
@@ -441,7 +441,7 @@ def _() -> Sequence[Patch]:
 
     return [
         around(Unit, "take_local", padding_of_ones),
-        around(Engine, "_own_parts", own_parts),
+        around(Unit, "own_parts", own_parts),
         around(Engine, "step", step),
     ]
 
@@ -492,12 +492,12 @@ def _() -> Sequence[Patch]:
 
 @fault("the norm adds up what all ranks hold, copies included")
 def _() -> Sequence[Patch]:
-    def own_parts(old: Any, engine: Engine, unit: Unit) -> list[Any]:
+    def own_parts(old: Any, unit: Unit) -> list[Any]:
         if not unit.trainable or unit.gradient is None or unit.gradient.size != unit.length:
-            return old(engine, unit)
+            return old(unit)
         return [unit.gradient[span] for span in unit.spans.values()]
 
-    return [around(Engine, "_own_parts", own_parts)]
+    return [around(Unit, "own_parts", own_parts)]
 
 
 # The update.

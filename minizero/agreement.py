@@ -1,0 +1,99 @@
+"""What must the ranks agree on before they may add up their gradients?
+
+That they train the same model, that all have called `backward` equally often, and how many examples there were.
+A few numbers from every rank go round the ring, and each rank draws the same conclusion from the same table.
+Their bytes are counted as `control`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import ring
+from .comm import Communicator
+from .flat import Unit
+from .optim import all_finite
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+Table = np.ndarray[Any, Any]
+
+
+def exchange_facts(comm: Communicator, *facts: float) -> Table:
+    """A few numbers from every rank, on every rank: (N, number of facts), float64. Collective."""
+    table = np.zeros((comm.size, len(facts)))
+    table[comm.rank] = facts
+    with comm.label("control"):
+        ring.all_gather(comm, table.reshape(-1))
+    return table
+
+
+def compare_models(engine: Engine) -> None:
+    """Refuse models that are not the same on all ranks: training might go on with wrong numbers. Collective."""
+    mine = [(p.name, p.shape, str(p.dtype), p.requires_grad) for p in engine.model.parameters()]
+    settings = {key: value for key, value in vars(engine.optimizer).items() if not key.startswith("_")}
+    names = f"{type(engine).__name__}, {type(engine.optimizer).__name__} {settings}"
+    facts = exchange_facts(engine.comm, zlib.crc32(f"{names} {mine}".encode()))
+    others = np.flatnonzero(facts != facts[0]).tolist()
+    if others:
+        raise ValueError(
+            f"ranks {others} wrap another model than rank 0: stage, optimizer, and name, shape, dtype and "
+            f"requires_grad of every parameter must be the same. Here on rank {engine.comm.rank}: {names}, "
+            f"{len(mine)} parameters of {sum(unit.size for unit in engine.units)} elements"
+        )
+
+
+class Tally:
+    """What this rank has put into its gradients since the last step.
+
+    Attributes:
+        count: Σ n over its `backward` calls: 1 each, or `examples` where given.
+        given, omitted: calls of `backward` with and without `examples`.
+        rows: examples in each call of `engine(x)`.
+    """
+
+    def __init__(self) -> None:
+        self.count = self.given = self.omitted = 0
+        self.rows: list[int] = []
+
+    def add(self, examples: int | None) -> int:
+        """Note one `backward`; return the weight of its gradients."""
+        weight = 1 if examples is None else examples
+        self.count += weight
+        self.given += examples is not None
+        self.omitted += examples is None
+        return weight
+
+    def agree(self, comm: Communicator, bad: bool) -> tuple[float, bool]:
+        """Σ n over all ranks, and whether any rank has `bad` gradients. Collective.
+
+        Raises on every rank alike where the ranks do not fit together or there is no example at all.
+        """
+        facts = exchange_facts(comm, self.count, self.given, self.omitted, sum(self.rows or [1]), bad)
+        count, given, omitted, rows, bads = facts.sum(axis=0).tolist()
+        calls = (facts[:, 1] + facts[:, 2]).astype(int).tolist()
+        if len(set(calls)) > 1:
+            raise RuntimeError(f"step: the ranks have called backward {calls} times since the last step or zero_grad: "
+                               "all must call it equally often")  # fmt: skip
+        if given and omitted:
+            ranks = np.flatnonzero(facts[:, 2]).tolist()
+            raise ValueError(f"backward: examples= must be given everywhere or nowhere; ranks {ranks} left it out")
+        if count == 0 or (omitted and rows == 0):
+            raise ValueError("step: no rank had a single example since the last step: there is no mean to take")
+        return count, bads > 0
+
+
+def refuse_bad_numbers(comm: Communicator, units: list[Unit], step: int) -> None:
+    """Raise FloatingPointError that names all parameters with inf or NaN in their gradients on any rank. Collective."""
+    flags = [not all_finite(part) for unit in units for part in unit.own_parts()]
+    anywhere = exchange_facts(comm, *flags).sum(axis=0).tolist()
+    names = [p.name for unit in units for p in unit.parameters]
+    bad = [name for name, ranks in zip(names, anywhere, strict=True) if ranks]
+    raise FloatingPointError(
+        f"step {step}: the gradient of {', '.join(bad)} is not finite (inf or NaN); nothing was updated. "
+        "Call zero_grad() and go on with the next batch, or look for the cause (learning rate, input, log of 0)"
+    )
