@@ -14,6 +14,7 @@ MPIRUN = mpirun
 LESSON = 03
 N = 8
 ARGS =
+PICTURED = 01 02 03 04 05
 SCRIPT = $(firstword $(wildcard lessons/$(LESSON)_*.py lessons/0$(LESSON)_*.py lessons/$(LESSON).py))
 
 # Open MPI refuses to start as root, and more ranks than cores, unless told otherwise. Other MPIs ignore these.
@@ -21,10 +22,10 @@ export OMPI_ALLOW_RUN_AS_ROOT = 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = 1
 export PRTE_MCA_rmaps_default_mapping_policy = :oversubscribe
 
-.PHONY: help setup lesson test lint clean
+.PHONY: help setup lesson pictures test lint clean
 
 help:  ## print this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
 
 setup:  ## make .venv and install into it; at a site with its own MPI: EXTRAS=lessons,test
 	@rm -f $(STAMP)
@@ -39,6 +40,11 @@ lesson: $(STAMP)  ## run a lesson on N ranks: LESSON=03 N=8 ARGS=
 	    echo "  make setup EXTRAS=$(DEFAULT_EXTRAS)"; exit 1; }; \
 	echo "$(MPIRUN) -n $(N) python $(SCRIPT) $(ARGS)"; \
 	$(MPIRUN) -n $(N) python $(SCRIPT) $(ARGS)
+
+pictures: $(STAMP)  ## remake the pictures in the lessons' texts, on 8 ranks
+	@for lesson in $(PICTURED); do \
+	    $(MAKE) --no-print-directory lesson LESSON=$$lesson N=8 ARGS="--plot lessons/pictures/$$lesson" || exit 1; \
+	done
 
 test: lint  ## lint, then run every test; ARGS= goes to pytest, as in ARGS='-k zero2'
 	@$(BIN)/python -m pytest $(ARGS)

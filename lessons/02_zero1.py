@@ -13,15 +13,16 @@ from minizero import functional as F
 
 
 def train(stage: type[mz.Engine], task: common.Task, comm: mz.Communicator, report: common.Report) -> mz.Engine:
-    model = task.model()
-    engine = stage(model, mz.Adam(lr=task.lr), comm)
-    for batch in report.steps(engine):
-        for x, y in batch:  # the micro-batches of this rank's slice; one, if not told otherwise
-            loss = F.cross_entropy(engine(x), y)
-            engine.backward(loss, examples=len(y))
-            report.loss(loss, len(y))
-        report.at_rest()
-        engine.step()
+    with report.budget():  # a device of --budget bytes, if it is given
+        model = task.model()
+        engine = stage(model, mz.Adam(lr=task.lr), comm)
+        for batch in report.steps(engine):
+            for x, y in batch:  # the micro-batches of this rank's slice; one, if not told otherwise
+                loss = F.cross_entropy(engine(x), y)
+                engine.backward(loss, examples=len(y))
+                report.loss(loss, len(y))
+            report.at_rest()
+            engine.step()
     return engine
 
 

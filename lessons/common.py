@@ -21,11 +21,13 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import minizero as mz
-from minizero import backend, ring
+import pictures
+from minizero import backend, memory, ring
 from minizero.comm import MPI
 from options import Task as Task
 
@@ -65,6 +67,7 @@ class Run:
         self.theory = THEORY.get(type(forward))  # none for a stage of the reader's own
         self.memory: dict[str, int] = {}  # bytes at rest, the most over steps and ranks
         self.traffic: dict[str, int] = {}  # bytes sent in one step, likewise, by operation
+        self.recorded: list[pictures.Step] = []  # one step's memory, for --plot
         self.facts: dict[str, Any] = {"loss": []}
 
 
@@ -78,6 +81,7 @@ class Report:
         self.task, self.comm, self.ranks = task, comm, comm.size if comm else 1
         self.speaks = MPI.COMM_WORLD.rank == 0 and not task.options.json
         self.runs: list[Run] = []
+        self._bar: Any = None
         mpi = " ".join(MPI.Get_library_version().strip("\0").splitlines()[0].split(",")[0].split())
         self.facts: dict[str, Any] = {"lesson": Path(file).stem, "options": vars(task.options), "ranks": self.ranks,
                                       "backend": backend.name, "mpi": mpi, "runs": {}, "verdicts": {}}  # fmt: skip
@@ -113,7 +117,8 @@ class Report:
             self._look = step in {round(i * (self.task.steps - 1) / 4) for i in range(5)}
             self._losses, self._examples = 0.0, 0
             sent.clear()
-            yield batch
+            with self._recording(step):
+                yield batch
             run.traffic = most(run.traffic, sent)
             if bar:
                 bar.advance(bar.task_ids[0])
@@ -125,6 +130,33 @@ class Report:
         run.memory, run.traffic = most(*self.from_all(run.memory)), most(*self.from_all(run.traffic))
         run.facts["accuracy"], self.facts["runs"][name] = accuracy, run.facts
         self.runs.append(run)
+
+    def _recording(self, step: int) -> Any:
+        """A context around a step, which costs nothing but for one step on rank 0 with --plot."""
+        run, wanted = self._run, min(2, self.task.steps - 1)  # moments exist from the second step on
+        if self.task.plot is None or step != wanted or MPI.COMM_WORLD.rank or not isinstance(run.forward, mz.Engine):
+            return nullcontext()
+        return pictures.recording(run.forward, run.recorded, run.name)
+
+    @contextmanager
+    def budget(self) -> Iterator[None]:
+        """Inside, each rank has --budget bytes, if it is given, for what is built and trained there.
+
+        Where that is too little: print what failed and why, and end with exit code 1.
+        """
+        if self.task.budget is None:
+            yield
+            return
+        try:
+            with memory.budget(self.task.budget, existing=False):
+                yield
+        except memory.OutOfMemory as error:
+            if self._bar:
+                self._bar.stop()
+            found = memory.diagnose(error)
+            self.print(f"\n\nout of memory: {error}\n\n{found}")
+            self.facts["out_of_memory"] = {"error": str(error), "illness": found.illness, "cure": found.cure}
+            self.end(code=1)
 
     def loss(self, loss: mz.Tensor, examples: int) -> None:
         """Note the loss of one micro-batch, the mean over so many examples."""
@@ -173,9 +205,11 @@ class Report:
         whole = dict(zip(TERMS, (self.task.itemsize, self.task.itemsize, MOMENTS), strict=True))
         for run in self.runs:
             each = {term: held / elements for term, held in run.memory.items()}
-            theory = run.theory and sum(size / (n if t in run.theory.sharded else 1) for t, size in whole.items())
+            terms = run.theory and {t: b / (n if t in run.theory.sharded else 1) for t, b in whole.items()}
+            theory = terms and sum(terms.values())
             total, held = sum(each.values()), sum(run.memory.values())
-            run.facts["memory"] = {"bytes": run.memory, "per_parameter": each, "measured": total, "predicted": theory}
+            run.facts["memory"] = {"bytes": run.memory, "per_parameter": each, "measured": total, "predicted": theory,
+                                   "predicted_per_parameter": terms}  # fmt: skip
             predicted = "-" if theory is None else f"{theory:.2f}"
             self.print(f"{run.name:{w}}{each['weights']:10.2f}{each['gradients']:11.2f}{each['optimizer']:11.2f} │"
                        f"{total:9.2f}{predicted:>11} │{held:11,} bytes{13 * total:12.2f} GB")  # fmt: skip
@@ -227,11 +261,35 @@ class Report:
         self.facts["verdicts"][claim] = {"holds": holds, "why": why}
         self.print(f"\n{claim}: {'yes' if holds else 'no'} ({why})")
 
-    def end(self) -> None:
-        """Print the JSON object if that is wanted. Exit with code 1, on all ranks, if a verdict was no."""
+    def plot(self, file: str) -> None:
+        """Draw both pictures of the runs that are in the table of memory. For rank 0, which has recorded them."""
+        shown = [run for run in self.runs if run.recorded and "memory" in run.facts]
+        if not shown:
+            self.print("\n--plot: no engine's step was recorded and shown in the table of memory: nothing is drawn")
+            return
+        steps = [step for run in shown for step in run.recorded]
+        memory = [(run.name, run.facts["memory"]) for run in shown]
+        rests = [pictures.Rest(name, m["per_parameter"], m["predicted_per_parameter"]) for name, m in memory]
+        self.facts["pictures"] = pictures.draw(file, self.task.title(self.ranks), steps, rests)
+        self.drawn(steps)
+
+    def drawn(self, steps: list[pictures.Step]) -> None:
+        """Say in numbers what the highest moments in the picture are, and where it is."""
+        self.print(f"\nThe most that rank 0 held at once in the step that is drawn, in bytes\n{'':9}", end="")
+        self.print("".join(f"{term:>12}" for term in pictures.STYLES) + " │        all")
+        for step in steps:
+            phase, terms = step.largest
+            cells = "".join(f"{terms[term]:12,}" for term in pictures.STYLES)
+            self.print(f"{step.name:9}{cells} │{sum(terms.values()):11,} in {phase}")
+        self.print(f"Pictures: {', '.join(self.facts['pictures'])}")
+
+    def end(self, code: int = 0) -> None:
+        """Draw, and print the JSON object, if that is wanted. Exit with code 1, on all ranks, if a verdict was no."""
+        if self.task.plot is not None and MPI.COMM_WORLD.rank == 0:
+            self.plot(self.task.plot)
         if self.task.options.json and MPI.COMM_WORLD.rank == 0:
             print(json.dumps(self.facts), flush=True)
-        if not all(verdict["holds"] for verdict in self.facts["verdicts"].values()):
+        if code or not all(verdict["holds"] for verdict in self.facts["verdicts"].values()):
             sys.exit(1)
 
 

@@ -1,7 +1,8 @@
-"""The command line: is my machine ready?
+"""The command line: is my machine ready, and will it fit?
 
     python -m minizero doctor                   # this machine
     mpirun -n 8 python -m minizero doctor       # ... and the launcher, and every rank
+    python -m minizero plan --params 13e9       # bytes per rank, stage by stage: see plan_report.py
 
 A check is a function of the world communicator that returns one line: a name, a verdict and a text. All ranks
 run every check, since some are collective, and get the same lines; rank 0 prints them.
@@ -18,13 +19,13 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 from mpi4py import MPI
 from threadpoolctl import threadpool_info
 
-from . import __version__, backend, ring
+from . import __version__, backend, plan_report, ring
 from .backend import xp
 from .comm import Communicator, launched_ranks
 
@@ -143,6 +144,17 @@ def doctor(options: argparse.Namespace) -> int:
     return int(broken)
 
 
+def plan(options: argparse.Namespace) -> int:
+    """Print what plan_report.py says. Returns the exit code: 2 for what cannot be planned, else 0."""
+    try:
+        text, stream, code = plan_report.report(options), sys.stdout, 0
+    except ValueError as error:
+        text, stream, code = f"python -m minizero plan: {error}", sys.stderr, 2
+    if MPI.COMM_WORLD.rank == 0:
+        print(text, file=stream, flush=True)
+    return code
+
+
 def by_rank(world: MPI.Comm, mine: str) -> str:
     """What all ranks say, said once; by rank where they differ. Collective."""
     texts = world.allgather(mine)
@@ -182,11 +194,21 @@ def launched_rank() -> int:
     return next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit()), 0)
 
 
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m minizero", description="Tools beside the lessons.")
+    parser = Parser(prog="python -m minizero", description="Tools beside the lessons.")
     commands: Any = parser.add_subparsers(required=True, metavar="command")
     add = commands.add_parser("doctor", help="is my machine ready? alone, or under mpirun")
     add.set_defaults(run=doctor)
+    add = commands.add_parser("plan", help="how many bytes will a rank hold, and does it fit?")
+    plan_report.add_options(add)
+    add.set_defaults(run=plan)
     options = parser.parse_args(arguments)
     return int(options.run(options))
 

@@ -293,7 +293,7 @@ def _farewell() -> None:
         time.sleep(0.001)
 
 
-def _abort(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+def abort(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
     """Print the traceback, each line with this rank's number, and end the whole job."""
     if kind is SystemExit:  # which ends a thread, and nothing else
         return
@@ -318,6 +318,6 @@ def _initialise() -> None:
 if not MPI.Is_initialized():
     _initialise()
 if MPI.COMM_WORLD.size > 1:
-    sys.excepthook = _abort
-    threading.excepthook = lambda args: _abort(*args[:3])
+    sys.excepthook = abort
+    threading.excepthook = lambda args: abort(*args[:3])
     atexit.register(_farewell)

@@ -160,9 +160,14 @@ class Engine:
         self._average()
         if self._bad:
             refuse_bad_numbers(self.comm, self._trained, self.steps + 1)
-        for unit in self._trained:
-            if unit.state is None:
+        fresh = [unit for unit in self._trained if unit.state is None]
+        try:
+            for unit in fresh:
                 unit.state = self.optimizer.init(self.mine(unit, unit.weights))
+        except MemoryError:
+            for unit in fresh:
+                unit.state = None
+            raise
         for unit in self._trained:
             weights, gradient = self.mine(unit, unit.weights), self.mine(unit, unit.gradient)
             self.optimizer.update(self.steps + 1, weights, gradient, unit.state or {})

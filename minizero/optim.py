@@ -115,6 +115,8 @@ class Optimizer:
     def init(self, weights: Array) -> State:
         """Fresh state for `weights`, (n,): moments and master copy of n elements, float32 for 16-bit weights."""
         wide = working(weights.dtype)
+        for key in ("weights", "gradient", "a")[2 * (weights.dtype == wide) :]:
+            self._scratch(key, 0, wide)  # now, so that an update allocates nothing and cannot fail halfway
         state = {moment: xp.zeros(weights.size, wide) for moment in self.moments}
         if self.master and weights.dtype != wide:
             state["master"] = weights.astype(wide)

@@ -23,6 +23,17 @@ STAGES = ("DP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 FORMULAS = {"DP": (2, 0), "ZeRO-1": (2, 1), "ZeRO-2": (1, 1), "ZeRO-3": (3, 0)}  # per backward, per step
 SAME = "same bits as plain DP"
 PLANTED = "tests/jobs/planted_lesson.py"
+OUT_OF_MEMORY = "lessons/05_out_of_memory.py"
+WRONG_DIAGNOSIS = """
+import runpy, sys
+from dataclasses import replace
+from minizero import memory
+
+right = memory.diagnose
+memory.diagnose = lambda error: replace(right(error), illness="activations", stage="DP", micro_batches=4)
+sys.argv = ["05_out_of_memory.py", "--case", "A"]
+runpy.run_path(%r, run_name="__main__")
+"""
 LESSONS_PATH = {"PYTHONPATH": f"{ROOT / 'lessons'}{os.pathsep}{ROOT}"}
 MY_OWN = """
 import sys
@@ -189,6 +200,81 @@ def test_the_printed_loss_is_the_mean_over_all_micro_batches() -> None:
     one, three = (report("02", 3, "--steps", "2", "--micro-batches", k)["runs"]["DP"]["loss"] for k in ("1", "3"))
     assert three[0] == pytest.approx(one[0], rel=1e-5)
     assert report("02", 3, "--steps", "2", "--batch", "2", "--micro-batches", "2")["runs"]["DP"]["loss"][0] > 1
+
+
+@cache
+def out_of_memory(ranks: int, *options: str) -> dict[str, Any]:
+    """What lesson 05 prints with `--json`."""
+    return json.loads(run_ranks(ranks, OUT_OF_MEMORY, "--json", *options).stdout)
+
+
+def test_each_case_of_lesson_05_fails_where_it_should_of_its_illness_and_is_cured() -> None:
+    facts = out_of_memory(8)
+    assert {letter: run["illness"] for letter, run in facts["runs"].items()} == {
+        "A": "redundant state", "B": "one unit", "C": "one unit", "D": "weights as a whole", "E": "activations",
+        "F": "redundant state",
+    }  # fmt: skip
+    ends = {letter: [run["tried"][stage].split(",")[0] for stage in STAGES] for letter, run in facts["runs"].items()}
+    building, forward, second, trains = (
+        "out of memory: building", "out of memory: forward of step 1", "out of memory: forward of step 2", "trains",
+    )  # fmt: skip
+    assert ends == {
+        "A": ["out of memory: step of step 1", trains, trains, trains],
+        "B": [forward] * 4,
+        "C": [building] * 3 + [forward],
+        "D": [building] * 3 + [trains],
+        "E": [forward] * 3 + [second],
+        "F": [second, trains, trains, trains],
+    }
+    cures = {letter: run["cure"].split(",")[0].split(":")[0].split(" per")[0] for letter, run in facts["runs"].items()}
+    assert cures == {"A": "ZeRO-1", "B": "smaller units", "C": "tensor parallelism", "D": "ZeRO-3",
+                     "E": "4 micro-batches", "F": "ZeRO-1"}  # fmt: skip
+    assert all(run["after"].startswith("trains, peak ") for run in facts["runs"].values())
+    assert facts["verdicts"] == {
+        "every cure cures": {"holds": True, "why": "6 of 6"},
+        "each case shows the illness it was built for": {"holds": True, "why": "6 of 6"},
+    }
+
+
+def test_lesson_05s_peak_is_one_phases_not_the_sum_and_is_predicted() -> None:
+    measured, predicted = (out_of_memory(8)["phases"][which] for which in ("measured", "predicted"))
+    assert list(measured) == list(predicted) == ["forward", "backward", "step"]
+    totals = {phase: sum(terms.values()) for phase, terms in measured.items()}
+    for phase, total in totals.items():
+        known = total - measured[phase]["other"]
+        assert sum(predicted[phase].values()) == pytest.approx(known, rel=0.05), phase
+        assert measured[phase]["optimizer"] == 1_006_096 and measured[phase]["weights"] == 2 * 1_006_096
+    assert sum(predicted["forward"].values()) == totals["forward"] - measured["forward"]["other"]
+    assert measured["forward"]["gradients"] == 0 and measured["forward"]["activations"] == 16 * 180 * 256 * 4
+    assert measured["step"]["gradients"] == 2 * 1_006_096 and measured["step"]["activations"] <= 4
+    sum_of_the_highest = sum(max(terms[term] for terms in measured.values()) for term in measured["step"])
+    assert sum_of_the_highest > 1.3 * max(totals.values())
+
+
+def test_on_5_ranks_lesson_05_cures_what_it_can_and_says_how_many_ranks_the_rest_needs() -> None:
+    done = run_ranks(5, OUT_OF_MEMORY, "--case", "D", "--case", "E")
+    assert done.stderr == "" and done.stdout.count("machine: 1 node") == 1
+    assert max(map(len, done.stdout.splitlines())) <= 100
+    first, second = done.stdout.split("Case E")
+    assert "Cure: more ranks: ZeRO-3 on 8 fits." in first and "After the cure: to be tried on 8 ranks" in first
+    assert "Illness: activations." in second and "Cure: 8 micro-batches per step" in second
+    assert "After the cure: trains, peak " in second and "every cure cures: yes (1 of 1)" in second
+
+
+def test_alone_and_with_enough_memory_lesson_05_has_nothing_to_cure() -> None:
+    alone = run_python(OUT_OF_MEMORY, "--case", "A").stdout
+    assert "Illness: too many parameters. Even 1/1 of everything" in alone and "every cure" not in alone
+    ample = json.loads(run_ranks(2, OUT_OF_MEMORY, "--json", "--case", "A", "--budget", "13 MB").stdout)
+    assert ample["runs"] == {} and ample["verdicts"] == {}
+
+
+def test_a_wrong_diagnosis_makes_both_verdicts_of_lesson_05_no(tmp_path: Path) -> None:
+    script = tmp_path / "wrong.py"
+    script.write_text(WRONG_DIAGNOSIS % str(ROOT / OUT_OF_MEMORY))
+    done = run_ranks(8, script, env=LESSONS_PATH, check=False)
+    assert done.returncode and "After the cure: out of memory: step of step 1" in done.stdout
+    assert "every cure cures: no (0 of 1)" in done.stdout
+    assert "each case shows the illness it was built for: no (0 of 1)" in done.stdout
 
 
 def test_a_stage_of_ones_own_has_no_prediction_and_its_columns_add_up(tmp_path: Path) -> None:

@@ -1,0 +1,293 @@
+"""Memory, measured by the allocator: what is held, what is refused, and what the refusal means."""
+
+import json
+import subprocess
+import sys
+import time
+import tracemalloc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import minizero as mz
+from launch import run_ranks
+from minizero import allocator, memory, nn, plan
+from minizero import functional as F
+from minizero.diagnosis import Diagnosis, OutOfMemory, diagnose
+
+JOBS = Path(__file__).parent / "jobs"
+
+
+def train(engine: mz.Engine, rows: int = 4) -> None:
+    x = np.ones((rows, 64), np.float32)
+    engine.backward(F.cross_entropy(engine(x), np.arange(rows) % 8))
+    engine.step()
+
+
+def deep(layers: int = 8, width: int = 64) -> nn.Module:
+    return nn.MLP([64, *[width] * layers, 8], dtype="bfloat16")
+
+
+# The allocator.
+
+
+def test_every_array_counts_and_no_python_object_does() -> None:
+    older = np.ones(10**6)
+    with memory.measure() as seen:
+        assert seen.live() == 0, "arrays of nobody, from before"
+        arrays = [np.ones(1000), np.zeros(500, np.float32), np.ones(10)[3:], np.array([1.5]), np.ones(7).astype("int8")]
+        bytes_of_arrays = 8000 + 2000 + 80 + 8 + 7
+        objects = [object() for _ in range(10**5)], {i: str(i) for i in range(10**4)}, bytearray(10**6)
+        assert seen.live() == bytes_of_arrays == seen.terms()["other"]
+        del older
+        arrays.pop(0)
+        assert seen.live() == bytes_of_arrays - 8000
+        grown = np.zeros(100)
+        grown.resize(5000, refcheck=False)
+        assert seen.live() == bytes_of_arrays - 8000 + 40000
+        del grown
+        arrays.clear()
+        assert seen.live() == 0
+    del objects
+
+
+def test_nothing_is_measured_outside() -> None:
+    def handler() -> str:
+        return str(np._core.multiarray.get_handler_name())  # type: ignore[attr-defined]
+
+    before = handler()
+    with memory.measure():
+        assert handler() == "minizero" and tracemalloc.is_tracing()
+        kept = np.ones(1000)
+    assert handler() == before and not tracemalloc.is_tracing() and not allocator.watch().listeners
+    kept.resize(2000, refcheck=False)  # its memory came from the measured time, and lives on
+    assert kept[999] == 1
+
+
+def test_meters_can_be_nested_and_end_with_an_exception() -> None:
+    with memory.measure() as outer, memory.budget("1 MB"):
+        with pytest.raises(ZeroDivisionError), memory.measure() as inner:
+            array = np.ones(1000)
+            assert inner.live() == outer.live() == array.nbytes
+            _ = 1 / 0
+        assert outer.live() == 8000
+    assert not tracemalloc.is_tracing()
+
+
+def test_one_who_traces_already_is_told_so() -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(RuntimeError, match=r"tracemalloc\.stop"), memory.measure():
+            pass
+    finally:
+        tracemalloc.stop()
+    with memory.measure():  # and it works again
+        pass
+
+
+def test_a_second_engine_is_not_counted_where_only_the_first_is_named() -> None:
+    one, two = (mz.DataParallel(deep(), mz.Adam()) for _ in range(2))
+    with memory.measure(one) as seen:
+        assert seen.live() - seen.terms()["temporary"] == one.memory()["weights"] == seen.terms()["weights"]
+        train(two)
+        assert seen.terms()["weights"] == one.memory()["weights"] and seen.terms()["optimizer"] >= 0
+    with memory.measure() as seen:
+        assert seen.terms()["weights"] == one.memory()["weights"] + two.memory()["weights"]
+    with memory.measure(existing=False) as seen:
+        assert seen.terms()["weights"] == 0
+
+
+def test_the_peak_is_the_largest_phase_and_never_their_sum() -> None:
+    engine = mz.Zero2(deep(), mz.Adam())
+    with memory.measure(engine) as seen:
+        train(engine)
+    totals = {phase: sum(terms.values()) for phase, terms in seen.peaks.items()}
+    assert set(totals) >= {"forward", "backward", "step"} and sum(seen.peak.values()) == max(totals.values())
+    assert seen.peaks["forward"]["gradients"] == 0, "they do not exist yet"
+    assert seen.peaks["step"]["activations"] <= 100, "they exist no more"
+
+
+def test_memory_measured_on_eight_ranks() -> None:
+    done = run_ranks(8, "tests/jobs/memory_measure.py", timeout=300)
+    report = json.loads(done.stdout)
+    assert len(report) == 3 and all(len(each["peaks"]) == 4 for each in report.values()), report
+
+
+# Budgets.
+
+
+def test_the_allocation_that_crosses_the_line_is_refused() -> None:
+    with pytest.raises(OutOfMemory) as caught, memory.budget("1 MB"):
+        first = np.ones(100_000)
+        crossing = np.ones(100_000)
+        pytest.fail(f"not refused: {first.nbytes + crossing.nbytes}")
+    error = caught.value
+    assert (error.limit, error.asked, error.held["other"]) == (10**6, 800_000, 800_000)
+    assert error.phase == "outside" and error.stage == "" and error.sizes is None
+    assert isinstance(error, MemoryError) and "800,000 bytes more" in str(error)
+    assert "No engine" in str(diagnose(error))
+
+
+@pytest.mark.parametrize(("limit", "nbytes"), [("8 MB", 8_000_000), ("8 MiB", 8 << 20), (9_999_999, 9_999_999)])
+def test_a_budget_is_exact_to_the_byte(limit: str | int, nbytes: int) -> None:
+    with memory.measure(existing=False) as seen:
+        reused = seen.live()  # scratch of this process, which any engine may use
+    more = nbytes - reused
+    if more < 0:
+        pytest.fail("choose a larger limit")
+    with memory.budget(limit, existing=False):
+        np.zeros(more, np.uint8)
+    with pytest.raises(OutOfMemory), memory.budget(limit, existing=False):
+        np.zeros(more + 1, np.uint8)
+
+
+def test_a_real_memory_error_of_another_kind_passes_through() -> None:
+    with pytest.raises(MemoryError) as caught, memory.budget("1 GB"):
+        raise MemoryError("mine")
+    assert not isinstance(caught.value, OutOfMemory)
+
+
+def test_bad_budgets_are_refused() -> None:
+    for bad in ("40 MX", "", "-1 MB", "forty"):
+        with pytest.raises(ValueError, match=r"bytes|MB"):
+            memory.budget(bad)
+
+
+def test_no_update_is_torn_whichever_allocation_fails() -> None:
+    done = subprocess.run([sys.executable, JOBS / "memory_torn.py"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    counts = json.loads(done.stdout.replace("'", '"'))
+    assert min(counts.values()) > 50, counts
+
+
+@pytest.mark.parametrize("n", [3, 8])
+def test_all_ranks_that_fail_alike_raise_and_go_on_with_the_same_bits(n: int) -> None:
+    done = run_ranks(n, "tests/jobs/memory_budget.py", timeout=120)
+    stages = ("DataParallel", "Zero1", "Zero2", "Zero3")
+    for claim in (*(f"{stage} {phase}" for stage in stages for phase in ("building", "forward", "backward")),):
+        assert claim in done.stdout, done.stdout
+    assert "DataParallel step" in done.stdout
+
+
+def test_where_only_one_rank_fails_the_job_ends_with_one_report() -> None:
+    start = time.monotonic()
+    done = run_ranks(3, "tests/jobs/memory_budget.py", "some", check=False, timeout=30)
+    assert done.returncode != 0 and time.monotonic() - start < 15
+    output = done.stdout + done.stderr
+    assert output.count("bytes more for") == 1 and "Only ranks [1] ran out of memory" in output, output
+    assert "Traceback" not in output, output
+
+
+def test_growing_an_array_is_refused_as_well() -> None:
+    with pytest.raises(OutOfMemory), memory.budget("1 MB", existing=False):
+        array = np.zeros(10_000)
+        array.resize(200_000, refcheck=False)
+
+
+def test_an_error_that_is_kept_keeps_no_array_alive() -> None:
+    seen: list[weakref.ref[Any]] = []
+
+    def work() -> None:
+        activation = np.ones(1000)
+        seen.append(weakref.ref(activation))
+        np.ones(10**7)
+
+    with pytest.raises(OutOfMemory) as caught, memory.budget("1 MB"):
+        work()
+    assert caught.value.asked == 8 * 10**7 and seen[0]() is None, "its traceback holds what did not fit"
+
+
+def test_an_exception_inside_the_measuring_comes_out_of_the_block() -> None:
+    def listener(size: int, frame: Any) -> bool:
+        raise KeyboardInterrupt
+
+    watch = allocator.watch()
+    watch.listen(listener)
+    with pytest.raises(MemoryError):
+        np.ones(10)
+    with pytest.raises(KeyboardInterrupt):
+        watch.leave(listener)
+    with memory.measure() as seen:
+        before, array = seen.live(), np.ones(10)
+        assert seen.live() - before == array.nbytes, "and it goes on as before"
+
+
+# Diagnoses.
+
+
+def fail(make: Callable[[], mz.Engine], limit: int, steps: int = 3, rows: int = 4) -> OutOfMemory:
+    """What a real training under a budget ends in."""
+    with pytest.raises(OutOfMemory) as caught, memory.budget(limit, existing=False):
+        engine = make()
+        for _ in range(steps):
+            train(engine, rows)
+        pytest.fail("it fitted")
+    return caught.value
+
+
+def on(error: OutOfMemory, ranks: int) -> OutOfMemory:
+    """The same as if so many ranks had been there."""
+    error.ranks = ranks
+    return error
+
+
+def check(found: Diagnosis, illness: str) -> None:
+    text = str(found)
+    assert found.illness == illness, text
+    assert illness in text and plan.format_bytes(found.error.limit) in text, text
+    for stage, nbytes in found.figures.items():
+        assert f"{stage:8}{plan.format_bytes(nbytes):>10}" in text, text
+    if found.stage and found.micro_batches == found.split == 1 and not found.ranks and illness != "one unit":
+        assert found.figures[found.stage] <= found.error.limit, "recommended, though it does not fit"
+
+
+def test_redundant_state_is_told_from_the_first_stage_that_fits() -> None:
+    big = lambda: mz.DataParallel(deep(16, 256), mz.Adam())  # noqa: E731
+    error = on(fail(big, 7_000_000), 8)
+    assert error.phase == "step" and error.steps == 0 and error.term == "optimizer", error
+    found = diagnose(error)
+    check(found, "redundant state")
+    assert found.stage == "ZeRO-1" and found.figures["DP"] > 7_000_000
+
+
+def test_activations_are_told_and_cut_until_they_fit() -> None:
+    error = on(fail(lambda: mz.Zero3(deep(16, 256), mz.Adam()), 25_000_000, rows=2000), 8)
+    assert error.phase == "forward" and error.term == "activations", error
+    found = diagnose(error)
+    check(found, "activations")
+    assert found.micro_batches in (2, 4) and min(found.figures.values()) > error.limit
+
+
+def test_a_unit_too_wide_is_told_and_split() -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            self.into = nn.Linear(64, 4096, dtype="bfloat16")
+            self.wide = nn.Linear(4096, 512, dtype="bfloat16")
+
+        def forward(self, x: Any) -> mz.Tensor:
+            return self.wide(self.into(x))
+
+    found = diagnose(on(fail(lambda: mz.Zero3(Wide(), mz.SGD(0.1)), 8_000_000), 8))
+    check(found, "one unit")
+    assert found.split > 1 and "tensor parallelism" in found.cure and "wide" in found.why
+
+
+def test_what_cannot_be_predicted_is_not_guessed() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            self.one, self.two = nn.Linear(64, 512, dtype="bfloat16"), nn.Linear(512, 512)
+
+        def forward(self, x: Any) -> mz.Tensor:
+            return self.two(self.one(x))
+
+    found = diagnose(fail(lambda: mz.Zero3(Mixed(), mz.Adam()), 2_000_000))
+    assert found.illness == "unknown" and not found.cure and "several dtypes" in str(found)
+
+
+def test_where_nothing_fits_it_says_so() -> None:
+    found = diagnose(on(fail(lambda: mz.DataParallel(deep(16, 256), mz.Adam()), 300_000), 8))
+    assert not found.stage and "none" in str(found), str(found)
