@@ -102,7 +102,7 @@ def sgd() -> mz.Optimizer:
 CASES = {
     "A": Case("DP at the optimizer step", "7 MB", "redundant state", deep),
     "B": Case("a block too wide to be whole", "6.1 MB", "one unit", Wide, "ZeRO-3", optimizer=sgd),
-    "C": Case("a matrix too wide", "3.9 MB", "one unit", WideInSmallUnits, "ZeRO-3", optimizer=sgd),
+    "C": Case("a matrix too wide", "3.8 MB", "one unit", WideInSmallUnits, "ZeRO-3", optimizer=sgd),
     "D": Case("weights too large while building", "3.6 MB", "weights as a whole", lambda: deep("float32")),
     "E": Case("a batch too large", "4 MB", "activations", deep, "ZeRO-3", rows=180),
     "F": Case("DP in the second step's forward", "13.3 MB", "redundant state", deep, rows=180),
@@ -144,7 +144,8 @@ def told(end: memory.OutOfMemory | int) -> str:
     """How an attempt ended, in words."""
     if isinstance(end, int):
         return f"trains, peak {format_bytes(end)}"
-    return f"out of memory: {end.phase}" + f" of step {end.steps + 1}" * (end.phase != "building")
+    phase = "update" if end.phase == "step" else end.phase
+    return f"out of memory: {phase}" + f" of step {end.steps + 1}" * (phase != "building")
 
 
 def cured(case: Case, found: memory.Diagnosis) -> Case | None:

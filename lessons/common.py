@@ -275,7 +275,9 @@ class Report:
 
     def drawn(self, steps: list[pictures.Step]) -> None:
         """Say in numbers what the highest moments in the picture are, and where it is."""
-        self.print(f"\nThe most that rank 0 held at once in the step that is drawn, in bytes\n{'':9}", end="")
+        self.print(
+            f"\nThe most that rank 0 held, or asked for, at once in the step that is drawn, in bytes\n{'':9}", end=""
+        )
         self.print("".join(f"{term:>12}" for term in pictures.STYLES) + " │        all")
         for step in steps:
             phase, terms = step.largest

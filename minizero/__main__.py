@@ -203,7 +203,7 @@ class Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m minizero", description="Tools beside the lessons.")
-    commands: Any = parser.add_subparsers(required=True, metavar="command")
+    commands: Any = parser.add_subparsers(required=True, metavar="doctor|plan")
     add = commands.add_parser("doctor", help="is my machine ready? alone, or under mpirun")
     add.set_defaults(run=doctor)
     add = commands.add_parser("plan", help="how many bytes will a rank hold, and does it fit?")

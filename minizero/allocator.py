@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 import tracemalloc
 import weakref
 from collections.abc import Callable, Iterator
@@ -52,6 +53,8 @@ class Watch:
         self.older: dict[int, weakref.ref[Any]] = {}  # arrays from before the first listener, which count all the same
         self.older_bytes = 0
         self.fault: BaseException | None = None  # what a listener raised
+        self.thread = 0
+        self.ignored: Any = ()  # the engines that the first listener does not count
 
     def count(self, array: Any) -> None:
         """From now on, `array`, which is older than the first listener, counts until it dies."""
@@ -66,16 +69,28 @@ class Watch:
             self.older_bytes += array.nbytes
 
     def listen(self, listener: Listener) -> None:
+        thread = threading.get_ident()
         if not self.listeners:
-            self.start()
+            try:
+                self.start()
+            except BaseException:
+                self.forget()
+                raise
+            self.thread = thread
+        elif thread != self.thread:
+            raise RuntimeError("memory is being measured, or limited, in another thread: one at a time")
         self.listeners.append(listener)
+
+    def forget(self) -> None:
+        """Count nothing that is older."""
+        self.older.clear()
+        self.older_bytes = 0
 
     def leave(self, listener: Listener) -> None:
         self.listeners.remove(listener)
         if not self.listeners:
             self.stop()
-            self.older.clear()
-            self.older_bytes = 0
+            self.forget()
         fault, self.fault = self.fault, None
         if fault is not None:
             raise fault
@@ -134,6 +149,7 @@ class NumpyWatch(Watch):
         api.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
         api.PyCapsule_New.restype = ctypes.py_object
         api.PyCapsule_New.argtypes = [_pointer, ctypes.c_char_p, _pointer]
+        api.PyTraceMalloc_Untrack.argtypes = [ctypes.c_uint, ctypes.c_size_t]
         for function in (api.PyMem_GetAllocator, api.PyMem_SetAllocator):
             function.argtypes, function.restype = [ctypes.c_int, _pointer], None
         table = api.PyCapsule_GetPointer(np._core._multiarray_umath._ARRAY_API, None)  # type: ignore[attr-defined]
@@ -168,14 +184,20 @@ class NumpyWatch(Watch):
         self._base = tracemalloc.get_traced_memory()[0]
         self._before = self._set(self._capsule)
 
+    def settle(self) -> None:
+        """NumPy reports a refused array, too: as one at address 0."""
+        ctypes.pythonapi.PyTraceMalloc_Untrack(np.lib.tracemalloc_domain, 0)
+
     def stop(self) -> None:
         self._set(self._before)
         tracemalloc.stop()
 
     def live(self) -> int:
+        self.settle()
         return tracemalloc.get_traced_memory()[0] - self._base
 
     def blocks(self) -> Iterator[Block]:
+        self.settle()
         for trace in tracemalloc.take_snapshot().traces:
             if trace.domain == np.lib.tracemalloc_domain:
                 yield Block(trace.size, trace.traceback)

@@ -277,7 +277,7 @@ def backward(root: Tensor, gradient: Any = None, watcher: Watcher | None = None)
         watcher.finished(root, seed)
         return
 
-    nodes = _nodes_behind(root.node)
+    nodes = nodes_behind(root.node)
     users: dict[Tensor, int] = {}  # leaf or parameter -> nodes still to run that use it
     for node in nodes:
         for leaf in _leaves(node):
@@ -313,7 +313,7 @@ def _seed(root: Tensor, gradient: Any) -> Array:
     return seed
 
 
-def _nodes_behind(last: Node) -> list[Node]:
+def nodes_behind(last: Node) -> list[Node]:
     """All nodes that `last` depends on and `last` itself, oldest first."""
     seen, todo = {last}, [last]
     while todo:

@@ -24,6 +24,7 @@ from .sizes import FLOAT, Sizes, UnitSize
 
 SPARE = 1.05  # predictions may be 5 % too low
 NAMES = dict(zip(("DataParallel", "Zero1", "Zero2", "Zero3"), STAGES, strict=True))
+PLACES = {"forward": "forward", "backward": "backward", "step": "update"}
 MOST = 4096  # ranks, parts or micro-batches: what needs more is not recommended
 
 
@@ -37,10 +38,20 @@ class OutOfMemory(MemoryError):  # noqa: N818
         stage, rank, ranks: of the engine at work; stage "" where there is none. steps: that it had made.
         sizes, recipe: its model and settings, for plan.py; None without engine.
         activations: bytes that a forward leaves, if one was seen to its end; else 0.
+        reached: how many units had run, if it was in a forward. rows: examples in the last forward; 0: unknown.
     """
 
     def __init__(
-        self, limit: int, asked: int, held: dict[str, int], term: str, phase: str, unit: Any, engine: Any, left: int
+        self,
+        limit: int,
+        asked: int,
+        held: dict[str, int],
+        term: str,
+        phase: str,
+        unit: Any = None,
+        engine: Any = None,
+        left: int = 0,
+        reached: int = 0,
     ) -> None:
         self.limit, self.asked, self.held, self.term, self.phase = limit, asked, held, term, phase
         self.unit: str = unit.name if unit else ""
@@ -50,9 +61,11 @@ class OutOfMemory(MemoryError):  # noqa: N818
         self.ranks: int = engine.comm.size if engine else 1
         self.sizes = plan.sizes_of(engine) if engine and getattr(engine, "units", None) else None
         self.recipe = plan.recipe_of(engine) if self.sizes else None
-        self.activations = left
+        self.activations, self.reached, self.rows = left, reached, 0
         terms = ", ".join(f"{term} {size:,}" for term, size in held.items() if size)
-        where = f"{phase}{f' of step {self.steps + 1}' if phase != 'building' else ''}"
+        where = PLACES.get(phase, phase) + (
+            f" of step {self.steps + 1}" if phase not in ("building", "outside") else ""
+        )
         super().__init__(
             f"rank {self.rank} of {self.ranks}, {where}{f', unit {self.unit}' if unit else ''}: {asked:,} bytes more "
             f"for {term} do not fit in {limit:,}; held: {sum(held.values()):,} ({terms or 'nothing'})"
@@ -100,10 +113,9 @@ class _Patient:
 
     def _estimate(self) -> int:
         """What a whole forward leaves, from what it had left when it failed: units are taken as alike."""
-        error, names = self.error, [unit.name for unit in self.sizes.units]
+        error, units = self.error, len(self.sizes.units)
         so_far = error.held["activations"] + (error.asked if error.term == "activations" else 0)
-        run = names.index(error.unit) + 1 if error.unit in names else len(names)
-        return so_far * len(names) // run if error.phase == "forward" else so_far
+        return so_far * units // min(max(error.reached, 1), units) if error.phase == "forward" else so_far
 
     def peak(
         self, stage: str, activations: int, ranks: int = 0, split: int = 1, single: bool = False, k: int = 1
@@ -120,9 +132,11 @@ class _Patient:
         units = tuple(replace(u, parameters=tuple(-(-p // split) for p in u.parameters)) for u in units)
         each = activations * FLOAT // self.recipe.wide // len(units)  # plan.py counts them as float32
         units = tuple(replace(u, activations=each) for u in units)
-        highest = 0
+        # Of operations only the sum is known. relu and gelu need about as much more as this, for a moment.
+        operations = (replace(o, forward=2 * o.kept, backward=9 * o.kept // 4) for o in Sizes(units).schedule())
+        sizes, highest = Sizes(units, tuple(operations)), 0
         for first in (True, False):
-            found = plan.peaks(Sizes(units), self.recipe, stage, ranks or self.error.ranks, min(k, 2), first)
+            found = plan.peaks(sizes, self.recipe, stage, ranks or self.error.ranks, min(k, 2), first)
             highest = max(highest, *(sum(terms.values()) for terms in found.values()))
         return int(SPARE * highest) + self.error.held.get("other", 0)
 
@@ -150,33 +164,33 @@ def diagnose(error: OutOfMemory) -> Diagnosis:
     figures = {stage: patient.peak(stage, patient.activations) for stage in STAGES}
     found: dict[str, Any] = {"figures": figures, "activations": patient.activations}
     held = max(error.held, key=lambda term: error.held[term])
-    fitting = [stage for stage in STAGES if figures[stage] <= error.limit]
+    later = STAGES[STAGES.index(now) + 1 :] if now else STAGES  # this one has failed, whatever was predicted
+    fitting = [stage for stage in later if figures[stage] <= error.limit]
     if fitting:
         stage, found["stage"] = fitting[0], fitting[0]
         shared = plan.at_rest(error.sizes, patient.recipe, now, error.ranks) if now else {}
         less = plan.at_rest(error.sizes, patient.recipe, stage, error.ranks)
         saved = sum(shared.values()) - sum(less.values()) if shared else 0
-        if now and STAGES.index(stage) <= STAGES.index(now):
-            why = (f"{error.stage} should have fitted by prediction: something else is held, or the prediction is "
-                   f"wrong (the largest term held is {held})")  # fmt: skip
-            return Diagnosis(error, "unknown", why, **{**found, "stage": ""})
         cure = f"{stage}, the first stage that fits: at rest {format_bytes(saved)} less on each of {error.ranks} ranks."
-        if error.phase == "building":
+        if error.phase not in PLACES:
             why = (f"All weights together do not fit on one rank, but each unit does ({error.sizes.largest.name}, the "
                    f"largest, has {format_bytes(patient.recipe.weight * error.sizes.largest.elements)}).")  # fmt: skip
             return Diagnosis(error, "weights as a whole", why, cure + " A pipeline would cut them, too.", **found)
-        why = (f"Failed in {error.phase} of step {error.steps + 1}, and {format_bytes(saved)} of what a rank holds at "
-               f"rest is held by the {error.ranks} ranks alike.")  # fmt: skip
+        why = (f"Failed in the {PLACES[error.phase]} of step {error.steps + 1}, and {format_bytes(saved)} of what a "
+               f"rank holds at rest is held by the {error.ranks} ranks alike.")  # fmt: skip
         return Diagnosis(error, "redundant state", why, cure, **found)
 
+    if now and figures[now] <= error.limit:
+        why = (f"{now} should have fitted by this prediction: something else is held, or it is wrong. The largest "
+               f"term held is {held}.")  # fmt: skip
+        return Diagnosis(error, "unknown", why, **found)
     bare = next((stage for stage in (now, *STAGES) if stage and patient.fits(stage, 0, k=2)), "")
     if bare:
         k = patient.smallest(lambda k: patient.fits(bare, patient.activations // k, k=k))
+        k = 0 if error.rows and k > error.rows else k
         why = (f"The forward leaves {format_bytes(patient.activations)} of activations for the backward. They are the "
                f"same in every stage, and without them {bare} would fit.")  # fmt: skip
-        cure = f"{k} micro-batches per step instead of 1, each 1/{k} of the batch" + (
-            f", with {bare}." if bare != now else "."
-        )
+        cure = f"each batch in {k} parts, as micro-batches{f', with {bare}' * (bare != now)}."
         cure += " Recomputing activations in the backward, or shorter sequences, would help as well."
         return Diagnosis(error, "activations", why, cure if k else "", bare if k else "", k or 1, **found)
 

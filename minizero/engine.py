@@ -139,6 +139,8 @@ class Engine:
         self._todo = list(self._trained)
         self._pending: dict[Unit, int] = {}
         self._gathered: set[Unit] = set()
+        for unit in self._trained:
+            unit.collecting = True
         try:
             autograd.backward(loss, gradient, _Listener(self))
             self._reduce_finished()
@@ -146,6 +148,8 @@ class Engine:
             self.zero_grad()  # what was collected is no longer anyone's mean
             raise
         finally:
+            for unit in self._trained:
+                unit.collecting = False
             while self._gathered:
                 self.release(self._gathered.pop())
         self._micro_batch += 1
@@ -294,9 +298,8 @@ class Engine:
             raise RuntimeError("step: there are no gradients: call backward first")
         bad = not all(all_finite(unit.own(unit.gradient)) for unit in self._trained)
         count, self._bad = self._tally.agree(self.comm, bad)
-        for unit in self._trained:
-            if count != 1:
-                divide(unit.gradient, count)
+        for unit in self._trained if count != 1 else ():
+            divide(unit.gradient, count)
         self._averaged = True
 
     def _square_sums(self) -> np.ndarray[Any, Any]:

@@ -32,6 +32,7 @@ class Unit:
         gradient: what this rank keeps of the sum over ranks: the whole vector or a chunk; None: nothing.
         local: this rank's own whole gradient, as long as it is not reduced; None: nothing.
         state: the optimizer's state for the elements that this rank updates; None before the first step.
+        collecting: is an engine's backward running, so that gradients are wanted here?
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Unit:
         self.gradient: Array | None = None
         self.local: Array | None = None
         self.state: State | None = None
+        self.collecting = False
         self._vector: Array | None = None  # what the parameters are views of
         self._filled: set[Parameter] = set()  # the parameters that `local` has gradients of
         self._given: dict[Parameter, Array] = {}  # the parts of `local` that gradients are written to directly
@@ -100,7 +102,8 @@ class Unit:
 
     def room(self, parameter: Parameter) -> Array | None:
         """The parameter's part of `local`, once, where a gradient can be written as it is: first, and not rounded."""
-        if parameter in self._filled or parameter in self._given or self.dtype != working(self.dtype):
+        taken = parameter in self._filled or parameter in self._given
+        if not self.collecting or taken or self.dtype != working(self.dtype):
             return None
         if self.local is None:
             self.local = self.blank()

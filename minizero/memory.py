@@ -17,19 +17,16 @@ Both ask the allocator, so nothing can hide. What an array is for follows from w
 
 from __future__ import annotations
 
-import ast
 import gc
 import time
 import traceback
 import weakref
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from . import allocator, optim, plan
-from .autograd import Node, backward
+from .autograd import Node, Tensor, backward, nodes_behind
 from .backend import Array
 from .comm import MPI, Communicator, abort
 from .diagnosis import Diagnosis as Diagnosis
@@ -38,12 +35,11 @@ from .diagnosis import diagnose as diagnose
 from .engine import Engine
 from .flat import Unit
 from .parameter import Parameter
+from .source import HERE, OPERATIONS, term_of
 
 TERMS = ("weights", "gradients", "optimizer", "activations", "temporary", "other")
-HERE = str(Path(__file__).parent)
-OPERATIONS = {f"{HERE}/{name}.py" for name in ("functional", "operation", "nn", "autograd")}
 SMALL = 512  # bytes, the grain of a GPU's pool: smaller arrays (a number in an expression) are never refused
-PATIENCE = 5.0  # seconds that a rank which is out of memory waits for the others to be, too
+PATIENCE = 8.0  # seconds that a rank which is out of memory waits for the others to be, too
 WORLD_FULL = 32_765  # the tag, on MPI.COMM_WORLD, of a message that says so
 Terms = dict[str, int]
 
@@ -58,56 +54,6 @@ PHASES = {
 }
 
 
-class _Source:
-    """Which function of this package does a line belong to?"""
-
-    def __init__(self) -> None:
-        self.files: dict[str, tuple[list[int], list[str]]] = {}
-        self.terms: dict[allocator.Stack, str] = {}
-
-    def function(self, file: str, line: int) -> str:
-        if file not in self.files:
-            found: list[tuple[int, str]] = [(0, "")]
-            self._collect(ast.parse(Path(file).read_text()), "", found)
-            self.files[file] = [start for start, _ in found], [name for _, name in found]
-        starts, names = self.files[file]
-        return names[bisect_right(starts, line) - 1]
-
-    def _collect(self, node: ast.AST, path: str, found: list[tuple[int, str]]) -> None:
-        for child in ast.iter_child_nodes(node):
-            inner = path
-            if isinstance(child, ast.FunctionDef | ast.ClassDef):
-                inner = f"{path}.{child.name}".strip(".")
-                found.append((child.lineno, inner))
-            self._collect(child, inner, found)
-            if inner != path:
-                found.append(((child.end_lineno or 0) + 1, path))  # type: ignore[attr-defined]
-
-    def term(self, stack: allocator.Stack) -> str:
-        """What a block is for, by the stack that asked for it; "vector" for a unit's, which an engine may hold."""
-        if stack not in self.terms:
-            self.terms[stack] = self._term(stack)
-        return self.terms[stack]
-
-    def _term(self, stack: allocator.Stack) -> str:
-        lines = [(frame.filename, frame.lineno) for frame in reversed(stack)]
-        ours = [(Path(file).stem, self.function(file, line)) for file, line in lines if file.startswith(HERE)]
-        if not ours:
-            return "other"
-        file, function = ours[0]
-        if file == "optim":
-            return "optimizer" if function == "Optimizer.init" else "temporary"  # which also asks for scratch
-        if file == "nn" and function == "Module.materialise":  # of a model without engine
-            return "weights"
-        if f"{HERE}/{file}.py" in OPERATIONS:
-            passing = function == "value" or any(pair == ("autograd", "backward") for pair in ours)
-            return "temporary" if passing else "activations"
-        return "temporary" if file in ("comm", "agreement") else "vector"
-
-
-_source = _Source()
-
-
 class Meter:
     """Live bytes by term, while it is on.
 
@@ -116,11 +62,14 @@ class Meter:
     """
 
     def __init__(self, engines: Iterable[Engine], existing: bool) -> None:
-        self.watch = allocator.watch()
+        self.watch, self.existing = allocator.watch(), existing
         gc.collect()  # an engine and its hooks refer to each other, and wait for this when nobody else does
-        exist = {thing for thing in gc.get_objects() if isinstance(thing, Engine)}
+        exist = {thing for thing in gc.get_objects() if issubclass(type(thing), Engine)}
         self.engines = weakref.WeakSet(engines or (exist if existing else ()))
         self.ignored = weakref.WeakSet(exist.difference(self.engines))
+        if self.watch.listeners:
+            self.ignored |= self.watch.ignored
+            self.engines -= self.watch.ignored
         self.engine: Callable[[], Engine | None] = lambda: None  # the one that was at work last
         self.activations = 0
         self._last = ""
@@ -130,15 +79,16 @@ class Meter:
             arrays = [array for engine in self.engines for array in _arrays(engine)]
             others = {id(each) for engine in self.ignored for each in _with_scratch(engine)}
             others -= {id(each) for engine in self.engines for each in _with_scratch(engine)}
-            for thing in gc.get_objects():  # scratch is used again and again, by whoever comes
+            for thing in gc.get_objects() if self.engines or self.existing else ():  # scratch is used by whoever comes
                 if id(thing) in others:
                     continue
-                if isinstance(thing, Communicator):
+                if issubclass(type(thing), Communicator):
                     arrays.append(thing._scratch)
-                elif isinstance(thing, optim.Scratch):
+                elif issubclass(type(thing), optim.Scratch):
                     arrays.extend(thing.arrays.values())
             for array in arrays:
                 self.watch.count(_owner(array))
+            self.watch.ignored = self.ignored
         self.watch.listen(self.asked)
         return self
 
@@ -157,9 +107,9 @@ class Meter:
         """Live bytes by term, as if `frame` already had the `size` bytes that it asks for."""
         found = dict.fromkeys((*TERMS, "vector"), 0)
         for block in self.watch.blocks():
-            found[_source.term(block.stack)] += block.size
+            found[term_of(block.stack)] += block.size
         if size:
-            found[_source.term(allocator.stack(frame))] += size
+            found[term_of(allocator.stack(frame))] += size
         older = {key: array.nbytes for key, ref in self.watch.older.items() if (array := ref()) is not None}
         for engine in self.engines:
             for unit in getattr(engine, "units", []):
@@ -246,12 +196,15 @@ class budget(Meter):  # noqa: N801
     def __init__(self, limit: str | int, *engines: Engine, existing: bool = True) -> None:
         super().__init__(engines, existing)
         self.limit = plan.parse_bytes(limit) if isinstance(limit, str) else limit
+        if not isinstance(self.limit, int) or self.limit < 1:
+            raise ValueError(f"budget: write a limit as '40 MB', or as a whole number of bytes, not {limit!r}")
         self.refused: OutOfMemory | None = None
         self.highest = 0
         self._engine: Engine | None = None
 
     def __enter__(self) -> Any:
         super().__enter__()
+        self.refused = None
         self._pool_refuses = self.watch.limit(self.limit)
         return self
 
@@ -261,7 +214,7 @@ class budget(Meter):  # noqa: N801
             self.highest = max(self.highest, wanted)
             if not self._pool_refuses or wanted < 0.8 * self.limit:  # a pool in pieces may be full a little earlier
                 return True
-        held, term = self.terms(), _source.term(allocator.stack(frame))
+        held, term = self.terms(), term_of(allocator.stack(frame))
         self._engine, unit = self.engine(), unit_of(frame)
         if term == "vector":
             later = self.terms(size, frame)
@@ -269,13 +222,17 @@ class budget(Meter):  # noqa: N801
             if phase == "building":
                 term = "weights"
         left = self.activations
-        self.refused = OutOfMemory(self.limit, size, held, term, phase, unit, self._engine, left)
+        run = len({*reached(frame), unit} - {None}) if phase == "forward" else 0
+        self.refused = OutOfMemory(self.limit, size, held, term, phase, unit, self._engine, left, run)
+        rows = self._engine._tally.rows if self._engine is not None else []
+        self.refused.rows = rows[-1] if rows else 0
         return self._pool_refuses
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self.watch.limit(0)
         super().__exit__()
-        if self.refused is None or not isinstance(error, MemoryError):
+        mine = type(error) is not MemoryError or not error.args or "allocate" in str(error)  # not somebody's own
+        if self.refused is None or not isinstance(error, MemoryError) or not mine:
             return
         traceback.clear_frames(trace)  # they keep activations alive
         error.__traceback__ = None
@@ -295,6 +252,16 @@ def unit_of(frame: FrameType | None) -> Unit | None:
     return None
 
 
+def reached(frame: FrameType | None) -> set[Unit | None]:
+    """The units that a forward has come through, by the graph behind the operation that asks."""
+    while frame is not None:
+        tensors = [value for value in frame.f_locals.values() if isinstance(value, Tensor) and value.node]
+        if tensors:
+            return {_unit(node) for tensor in tensors if tensor.node for node in nodes_behind(tensor.node)}
+        frame = frame.f_back
+    return set()
+
+
 def agree(comm: Communicator, error: OutOfMemory) -> None:
     """Return where all ranks of `comm` are out of memory. Where only some are, end the job with one report."""
     world, others = MPI.COMM_WORLD, {number for number in comm._job if number != MPI.COMM_WORLD.rank}
@@ -312,7 +279,7 @@ def agree(comm: Communicator, error: OutOfMemory) -> None:
         return
     if world.rank == min(heard | {world.rank}):
         full = sorted(heard | {world.rank})
-        error.args = (f"{error}. Only ranks {full} ran out of memory, the others did not: the job ends",)
+        error.args = (f"{error}. Only ranks {full} ran out of memory within {PATIENCE:g} s: the job ends",)
         abort(OutOfMemory, error, None)
     time.sleep(2 * PATIENCE)  # until the one that reports has ended the job
 

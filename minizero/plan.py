@@ -59,7 +59,10 @@ def parse_bytes(text: str) -> int:
     factors = {key.lower(): factor for key, factor in PREFIXES.items()}
     if prefix.lower() not in factors or (prefix and not unit):
         raise ValueError(f"{text!r} has no clear unit: {example}")
-    return int(Decimal(number) * factors[prefix.lower()])
+    nbytes = Decimal(number) * factors[prefix.lower()]
+    if nbytes > 10**18:
+        raise ValueError(f"{text[:40]!r} is more than any device has: {example}")
+    return int(nbytes)
 
 
 def format_bytes(n: float) -> str:

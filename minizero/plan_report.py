@@ -25,7 +25,7 @@ STATE = plan.TERMS[:3]
 OPTIMIZERS = {"adam": "Adam", "momentum": "SGD with momentum", "sgd": "SGD"}
 COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 GPT_KEYS = ("vocab", "width", "heads", "layers", "batch", "time", "context", "tied")
-MOST_LAYERS = 10_000
+MOST_LAYERS = 1_000
 MANY = 1 << 16  # ranks beyond which no plan is looked for
 POWERS = {"B": 0, "kB": 3, "MB": 6, "GB": 9, "TB": 12}
 OUTSIDE = "fragmentation, the batch itself, and what CUDA, MPI and the framework's own context take"
@@ -37,9 +37,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--params", metavar="N", help="how many parameters: 13e9, 13B, 350M")
     model.add_argument("--gpt", metavar="KEY=N,...", help=f"a GPT: {', '.join(GPT_KEYS)}")
-    parser.add_argument("--ranks", default="8", metavar="N,...", help="how many ranks share the work: 8, or 2,8,200")
-    parser.add_argument("--dtype", default="bfloat16", help=f"of weights and gradients: {', '.join(plan.WIDTHS)}")
-    parser.add_argument("--optimizer", default="adam", help=", ".join(plan.MOMENTS))
+    parser.add_argument("--ranks", default="8", metavar="N,...", help="how many ranks there are, as 8 or 2,8,200 (8)")
+    parser.add_argument(
+        "--dtype", default="bfloat16", help=f"of weights and gradients: {', '.join(plan.WIDTHS)} (bfloat16)"
+    )
+    parser.add_argument("--optimizer", default="adam", help=f"{', '.join(plan.MOMENTS)} (adam)")
     parser.add_argument("--master", action="store_true", help="with a float32 master copy of 16-bit weights")
     parser.add_argument("--device-memory", metavar="SIZE", help="of one device: 80GB (10^9 bytes) or 80GiB (2^30)")
     parser.add_argument("--json", action="store_true", help="the same figures for programs, in bytes")
@@ -47,10 +49,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def parse_count(text: str) -> int:
     """A number of parameters: "13e9", "13B", "350M", "1,000". Raises ValueError."""
-    found = re.fullmatch(r"([0-9]+\.?[0-9]*(?:e[0-9]{1,2})?)([kmbt]?)", text.replace(",", "").strip(), re.IGNORECASE)
+    plain = re.sub(r"^([0-9]{1,3})((?:,[0-9]{3})+)$", lambda m: m[0].replace(",", ""), text.strip())[:40]
+    found = re.fullmatch(r"([0-9]+\.?[0-9]*(?:e[0-9]{1,2})?)([kmbt]?)", plain, re.IGNORECASE)
     count = Decimal(found[1]) * COUNTS[found[2].lower()] if found else Decimal(0)
     if not 1 <= count <= 10**15 or count != int(count):
-        raise ValueError(f"--params {text}: write a whole number from 1 to 1e15, such as 13e9, 13B or 350M")
+        raise ValueError(f"--params {text[:40]}: write a whole number from 1 to 1e15, such as 13e9, 13B or 350M")
     return int(count)
 
 
@@ -74,6 +77,8 @@ def parse_gpt(text: str) -> dict[str, Any]:
         found[key] = int(number)
     if found.get("layers", 0) > MOST_LAYERS:
         raise ValueError(f"--gpt: {found['layers']} layers are more than the {MOST_LAYERS:,} that can be planned")
+    if found.get("tied", 1) > 1:
+        raise ValueError("--gpt: write tied=1 or tied=0")
     missing = [key for key in GPT_KEYS[:5] if key not in found]
     if "time" not in found and "context" not in found:
         missing.append("time")

@@ -42,6 +42,7 @@ def gradients(model: nn.Module, times: int = 1) -> tuple[dict[str, Array], dict[
     units = units_of(model, 0, 1)
     for unit in units:
         unit.materialise(0)
+        unit.collecting = True
     x = xp.asarray(np.random.default_rng(1).standard_normal((3, 4), dtype=np.float32))
     watcher = Collecting()
     for _ in range(times):
@@ -77,6 +78,8 @@ def test_a_place_is_given_once_and_only_for_what_is_not_rounded() -> None:
     model.name_parameters()
     (unit,) = units_of(model, 0, 1)
     weight, bias = unit.parameters
+    assert unit.room(weight) is None and unit.local is None, "no engine's backward runs: nothing is wanted"
+    unit.collecting = True
     place = unit.room(weight)
     assert place is not None and place.shape == (2, 4) and unit.room(weight) is None, "a second share would overwrite"
     unit.collect(bias, xp.ones(2, "float32"))
@@ -89,4 +92,26 @@ def test_a_place_is_given_once_and_only_for_what_is_not_rounded() -> None:
     model = nn.Linear(4, 2, dtype="bfloat16")
     model.name_parameters()
     (unit,) = units_of(model, 0, 1)
+    unit.collecting = True
     assert unit.room(unit.parameters[0]) is None and unit.local is None
+
+
+def test_a_place_is_given_anew_after_gradients_are_dropped() -> None:
+    model = nn.Linear(4, 2)
+    model.name_parameters()
+    (unit,) = units_of(model, 0, 1)
+    unit.collecting = True
+    assert unit.room(unit.parameters[0]) is not None
+    unit.drop_gradients()
+    assert unit.local is None and unit.room(unit.parameters[0]) is not None
+
+
+def test_a_plain_backward_on_a_wrapped_model_leaves_the_engine_alone() -> None:
+    engine = mz.DataParallel(nn.MLP([4, 5, 3]), mz.SGD(0.1))
+    x, y = np.ones((2, 4), np.float32), np.zeros(2, int)
+    F.cross_entropy(engine.model(x), y).backward()
+    assert engine.memory()["gradients"] == 0 and all(p.grad is not None for p in engine.model.parameters())
+    engine.backward(F.cross_entropy(engine(x), y))
+    F.cross_entropy(engine.model(x), y).backward()
+    engine.step()
+    assert engine.steps == 1 and engine.memory()["gradients"] == 0

@@ -257,7 +257,7 @@ def test_on_5_ranks_lesson_05_cures_what_it_can_and_says_how_many_ranks_the_rest
     assert max(map(len, done.stdout.splitlines())) <= 100
     first, second = done.stdout.split("Case E")
     assert "Cure: more ranks: ZeRO-3 on 8 fits." in first and "After the cure: to be tried on 8 ranks" in first
-    assert "Illness: activations." in second and "Cure: 8 micro-batches per step" in second
+    assert "Illness: activations." in second and "Cure: each batch in 8 parts" in second
     assert "After the cure: trains, peak " in second and "every cure cures: yes (1 of 1)" in second
 
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
 import weakref
@@ -59,11 +60,10 @@ def test_nothing_is_measured_outside() -> None:
     def handler() -> str:
         return str(np._core.multiarray.get_handler_name())  # type: ignore[attr-defined]
 
-    before = handler()
     with memory.measure():
         assert handler() == "minizero" and tracemalloc.is_tracing()
         kept = np.ones(1000)
-    assert handler() == before and not tracemalloc.is_tracing() and not allocator.watch().listeners
+    assert handler() == "default_allocator" and not tracemalloc.is_tracing() and not allocator.watch().listeners
     kept.resize(2000, refcheck=False)  # its memory came from the measured time, and lives on
     assert kept[999] == 1
 
@@ -85,8 +85,8 @@ def test_one_who_traces_already_is_told_so() -> None:
             pass
     finally:
         tracemalloc.stop()
-    with memory.measure():  # and it works again
-        pass
+    with memory.measure(existing=False) as seen:  # and it works again
+        assert seen.live() == 0
 
 
 def test_a_second_engine_is_not_counted_where_only_the_first_is_named() -> None:
@@ -152,9 +152,9 @@ def test_a_real_memory_error_of_another_kind_passes_through() -> None:
 
 
 def test_bad_budgets_are_refused() -> None:
-    for bad in ("40 MX", "", "-1 MB", "forty"):
+    for bad in ("40 MX", "", "-1 MB", "forty", 0, -5, None, 1.5, float("nan"), "9" * 400):
         with pytest.raises(ValueError, match=r"bytes|MB"):
-            memory.budget(bad)
+            memory.budget(bad)  # type: ignore[arg-type]
 
 
 def test_no_update_is_torn_whichever_allocation_fails() -> None:
@@ -199,6 +199,59 @@ def test_an_error_that_is_kept_keeps_no_array_alive() -> None:
     with pytest.raises(OutOfMemory) as caught, memory.budget("1 MB"):
         work()
     assert caught.value.asked == 8 * 10**7 and seen[0]() is None, "its traceback holds what did not fit"
+
+
+def test_what_was_refused_is_not_held() -> None:
+    with memory.measure(existing=False) as outer, memory.budget("100 kB", existing=False):
+        with pytest.raises(MemoryError):
+            np.ones(10**5)
+        array = np.ones(1000)  # there is room for this one
+        assert outer.live() == array.nbytes == sum(outer.terms().values())
+
+
+def test_a_refusal_that_was_handled_does_not_take_the_place_of_another_error() -> None:
+    with pytest.raises(MemoryError) as caught, memory.budget("100 kB", existing=False) as device:
+        with pytest.raises(MemoryError):
+            np.ones(10**5)
+        raise MemoryError("mine")
+    assert not isinstance(caught.value, OutOfMemory)
+    with device:  # and used again, it starts anew
+        assert device.refused is None
+
+
+def test_odd_objects_in_the_process_do_not_disturb() -> None:
+    class Odd:
+        def __getattribute__(self, name: str) -> Any:
+            raise RuntimeError(f"do not ask for {name}")
+
+    odd, gone = Odd(), weakref.proxy(Odd())
+    with memory.measure(existing=False) as seen:
+        assert seen.live() == 0
+    del odd, gone
+
+
+def test_what_an_outer_meter_ignores_an_inner_one_ignores() -> None:
+    engine = mz.DataParallel(deep(), mz.Adam())
+    with memory.measure(existing=False), memory.measure(engine) as inner:
+        train(engine)
+        assert all(size >= 0 for size in inner.terms().values()), inner.terms()
+
+
+def test_one_thread_measures_at_a_time() -> None:
+    found: list[BaseException] = []
+
+    def other() -> None:
+        try:
+            with memory.budget("1 MB"):
+                pass
+        except RuntimeError as error:
+            found.append(error)
+
+    with memory.measure():
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert len(found) == 1 and "another thread" in str(found[0])
 
 
 def test_an_exception_inside_the_measuring_comes_out_of_the_block() -> None:
@@ -260,6 +313,23 @@ def test_activations_are_told_and_cut_until_they_fit() -> None:
     found = diagnose(error)
     check(found, "activations")
     assert found.micro_batches in (2, 4) and min(found.figures.values()) > error.limit
+
+
+def test_the_estimate_follows_how_far_the_forward_came() -> None:
+    """A relu belongs to no unit: what has run is seen by the graph behind it."""
+    error = on(fail(lambda: mz.Zero3(deep(16, 256), mz.Adam()), 20_000_000, rows=2000), 8)
+    assert error.phase == "forward" and 0 < error.reached < 17, vars(error)
+    truth, found = 16 * 2000 * 256 * 4, diagnose(error).activations
+    assert 0.8 < found / truth < 1.4, f"{found} bytes estimated, where a forward leaves {truth}"
+
+
+def test_no_batch_is_cut_in_more_parts_than_it_has_rows() -> None:
+    error = on(fail(lambda: mz.Zero3(deep(16, 256), mz.Adam()), 25_000_000, rows=2000), 8)
+    error.limit, error.rows = 3_400_000, 2000
+    parts = diagnose(error).micro_batches
+    assert parts > 4
+    error.rows = parts - 1
+    assert not diagnose(error).cure, "it would need more parts than there are rows"
 
 
 def test_a_unit_too_wide_is_told_and_split() -> None:

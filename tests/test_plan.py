@@ -351,7 +351,7 @@ def test_the_text_fits_in_100_columns(arguments: tuple[str, ...], capsys: pytest
         (f"--gpt {SMALL_GPT.replace('heads=4', 'heads=5')}", "multiple of its heads: 64 is none of 5"),
         (f"--gpt {SMALL_GPT},context=8", "16 tokens in a row with a context of 8"),
         (f"--gpt {SMALL_GPT.replace('batch=1', 'batch=0')}", "must be at least 1"),
-        (f"--gpt {SMALL_GPT.replace('layers=8', 'layers=99999999')}", "more than the 10,000"),
+        (f"--gpt {SMALL_GPT.replace('layers=8', 'layers=99999999')}", "more than the 1,000"),
     ],
 )
 def test_bad_input_is_one_clear_sentence_and_exit_code_2(
