@@ -54,6 +54,7 @@ class Watch:
         self.older_bytes = 0
         self.fault: BaseException | None = None  # what a listener raised
         self.thread = 0
+        self.refused = False
         self.ignored: Any = ()  # the engines that the first listener does not count
 
     def count(self, array: Any) -> None:
@@ -100,8 +101,8 @@ class Watch:
         try:
             verdicts = [listener(size, frame) for listener in self.listeners]
         except BaseException as fault:  # which cannot pass through the allocator: refuse, and raise it in `leave`
-            self.fault = self.fault or fault
-            return False
+            self.fault, verdicts = self.fault or fault, [False]
+        self.refused = self.refused or not all(verdicts)
         return all(verdicts)
 
     def start(self) -> None: ...
@@ -186,7 +187,9 @@ class NumpyWatch(Watch):
 
     def settle(self) -> None:
         """NumPy reports a refused array, too: as one at address 0."""
-        ctypes.pythonapi.PyTraceMalloc_Untrack(np.lib.tracemalloc_domain, 0)
+        if self.refused:
+            self.refused = False
+            ctypes.pythonapi.PyTraceMalloc_Untrack(np.lib.tracemalloc_domain, 0)
 
     def stop(self) -> None:
         self._set(self._before)

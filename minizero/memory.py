@@ -63,7 +63,8 @@ class Meter:
 
     def __init__(self, engines: Iterable[Engine], existing: bool) -> None:
         self.watch, self.existing = allocator.watch(), existing
-        gc.collect()  # an engine and its hooks refer to each other, and wait for this when nobody else does
+        if existing and not engines:
+            gc.collect()  # an engine and its hooks refer to each other, and wait for this when nobody else does
         exist = {thing for thing in gc.get_objects() if issubclass(type(thing), Engine)}
         self.engines = weakref.WeakSet(engines or (exist if existing else ()))
         self.ignored = weakref.WeakSet(exist.difference(self.engines))

@@ -219,7 +219,7 @@ def test_each_case_of_lesson_05_fails_where_it_should_of_its_illness_and_is_cure
         "out of memory: building", "out of memory: forward of step 1", "out of memory: forward of step 2", "trains",
     )  # fmt: skip
     assert ends == {
-        "A": ["out of memory: step of step 1", trains, trains, trains],
+        "A": ["out of memory: update of step 1", trains, trains, trains],
         "B": [forward] * 4,
         "C": [building] * 3 + [forward],
         "D": [building] * 3 + [trains],
@@ -228,7 +228,7 @@ def test_each_case_of_lesson_05_fails_where_it_should_of_its_illness_and_is_cure
     }
     cures = {letter: run["cure"].split(",")[0].split(":")[0].split(" per")[0] for letter, run in facts["runs"].items()}
     assert cures == {"A": "ZeRO-1", "B": "smaller units", "C": "tensor parallelism", "D": "ZeRO-3",
-                     "E": "4 micro-batches", "F": "ZeRO-1"}  # fmt: skip
+                     "E": "each batch in 4 parts", "F": "ZeRO-1"}  # fmt: skip
     assert all(run["after"].startswith("trains, peak ") for run in facts["runs"].values())
     assert facts["verdicts"] == {
         "every cure cures": {"holds": True, "why": "6 of 6"},
@@ -272,7 +272,7 @@ def test_a_wrong_diagnosis_makes_both_verdicts_of_lesson_05_no(tmp_path: Path) -
     script = tmp_path / "wrong.py"
     script.write_text(WRONG_DIAGNOSIS % str(ROOT / OUT_OF_MEMORY))
     done = run_ranks(8, script, env=LESSONS_PATH, check=False)
-    assert done.returncode and "After the cure: out of memory: step of step 1" in done.stdout
+    assert done.returncode and "After the cure: out of memory: update of step 1" in done.stdout
     assert "every cure cures: no (0 of 1)" in done.stdout
     assert "each case shows the illness it was built for: no (0 of 1)" in done.stdout
 

@@ -117,6 +117,11 @@ def test_memory_measured_on_eight_ranks() -> None:
     assert len(report) == 3 and all(len(each["peaks"]) == 4 for each in report.values()), report
 
 
+def test_a_hundred_steps_leave_not_a_byte_alive() -> None:
+    report = json.loads(run_ranks(3, "tests/jobs/memory_measure.py", "flat", timeout=120).stdout)
+    assert len(report) == 4 and all(report.values()), report
+
+
 # Budgets.
 
 

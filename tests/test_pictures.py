@@ -336,7 +336,7 @@ def test_each_text_shows_its_small_pictures_with_words_for_who_cannot_see_them()
     [(words, target)] = re.findall(r"!\[([^\]]*)\]\(([^)]*)\)", words05)
     assert len(words) > 60 and target == "pictures/05-step.png"
     for path in (LESSONS / target, (LESSONS / target).with_suffix(".svg")):
-        valid(path, "N = 8, bfloat16, mlp of 17 layers, width 256, 4 examples per rank", "ZeRO-1", "7.13 MB refused")
+        valid(path, "N = 8, bfloat16, mlp of 17 layers, width 256, 4 examples per rank", "ZeRO-1", "7.00 MB refused")
         assert path.stat().st_size < 60_000, path
         shown.add(path)
     assert set((LESSONS / "pictures").iterdir()) == shown
