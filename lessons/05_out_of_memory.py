@@ -114,12 +114,16 @@ def build(case: Case) -> mz.Engine:
     return STAGES[case.stage](case.model(), case.optimizer(), mz.Communicator())
 
 
-def step(engine: mz.Engine, case: Case) -> None:
-    """One step on this rank's rows of the digits."""
+def backward(engine: mz.Engine, case: Case) -> None:
+    """Gradients of this rank's rows of the digits."""
     mine = (engine.comm.rank * case.rows + np.arange(case.rows)) % len(X)
     for rows in np.array_split(mine, case.micro_batches):
         loss = F.cross_entropy(engine(X[rows]), Y[rows])
         engine.backward(loss)
+
+
+def step(engine: mz.Engine, case: Case) -> None:
+    backward(engine, case)
     engine.step()
 
 
@@ -194,17 +198,28 @@ def record(case: Case, steps: list[pictures.Step]) -> None:
             step(engine, case)
 
 
-class Report(common.Report):
-    """With a picture of case A instead of the other lessons' two."""
+def at_rest(case: Case) -> pictures.Rest:
+    """What the case's stage holds at rest in the second step, without a budget: measured, and predicted."""
+    engine = build(case)
+    step(engine, case)
+    backward(engine, case)
+    elements, held, recipe = sum(unit.length for unit in engine.units), engine.memory(), plan.recipe_of(engine)
+    assert recipe
+    foretold = plan.at_rest(plan.sizes_of(engine), recipe, case.stage, engine.comm.size)
+    return pictures.Rest(case.stage, *({term: each[term] / elements for term in held} for each in (held, foretold)))
 
-    recorded: tuple[Case, list[pictures.Step]]
+
+class Report(common.Report):
+    """With pictures of case A."""
+
+    recorded: tuple[Case, list[pictures.Step], list[pictures.Rest]]
 
     def plot(self, file: str) -> None:
-        case, steps = self.recorded
+        case, steps, rests = self.recorded
         if not steps:
             return self.print("\n--plot: case A fails before its first step: nothing is drawn")
         title = f"N = {self.ranks}, bfloat16, mlp of {len(DEEP) - 1} layers, width 256, {case.rows} examples per rank"
-        self.facts["pictures"] = pictures.draw(file, title, steps, limit=plan.parse_bytes(case.budget))
+        self.facts["pictures"] = pictures.draw(file, title, steps, rests, plan.parse_bytes(case.budget))
         self.drawn(steps)
 
 
@@ -250,7 +265,7 @@ def main() -> None:
         report.verdict("each case shows the illness it was built for", all(foretold), illnesses)
     if report.task.plot:
         case = replace(CASES["A"], budget=report.task.options.budget or CASES["A"].budget)
-        report.recorded = case, []
+        report.recorded = case, [], [at_rest(replace(case, stage=stage)) for stage in STAGES]
         for stage in ("DP", "ZeRO-1"):
             record(replace(case, stage=stage), report.recorded[1])
     report.end()

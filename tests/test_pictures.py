@@ -302,8 +302,9 @@ def terms(size: int) -> dict[str, int]:
 
 def test_lesson_05_draws_the_step_that_failed_and_the_one_that_did_not(tmp_path: Path) -> None:
     done = run_ranks(5, "lessons/05_out_of_memory.py", "--case", "A", "--plot", tmp_path / "five.svg")
-    assert list(tmp_path.iterdir()) == [tmp_path / "five-step.svg"]
-    assert f"Pictures: {tmp_path / 'five-step.svg'}" in done.stdout
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "five-rest.svg", tmp_path / "five-step.svg"]
+    assert str(tmp_path / "five-step.svg") in done.stdout and str(tmp_path / "five-rest.svg") in done.stdout
+    valid(tmp_path / "five-rest.svg", "DP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "12.0", "5.6")  # 4 + 8/5 at N = 5
     valid(tmp_path / "five-step.svg", "DP", "ZeRO-1", "N = 5, bfloat16, mlp of 17 layers", "budget 7 MB", "refused")
     drawing = (tmp_path / "five-step.svg").read_text()
     drawn = [float(number) for number in re.findall(r">([\d.]+) MB(?: refused)?<", drawing)]
@@ -333,12 +334,14 @@ def test_each_text_shows_its_small_pictures_with_words_for_who_cannot_see_them()
                 assert path.stat().st_size < 60_000, path
                 shown.add(path)
     words05 = (LESSONS / "05_out_of_memory.md").read_text(encoding="utf-8").replace("\n", " ")
-    [(words, target)] = re.findall(r"!\[([^\]]*)\]\(([^)]*)\)", words05)
-    assert len(words) > 60 and target == "pictures/05-step.png"
-    for path in (LESSONS / target, (LESSONS / target).with_suffix(".svg")):
-        valid(path, "N = 8, bfloat16, mlp of 17 layers, width 256, 4 examples per rank", "ZeRO-1", "7.00 MB refused")
-        assert path.stat().st_size < 60_000, path
-        shown.add(path)
+    found = re.findall(r"!\[([^\]]*)\]\(([^)]*)\)", words05)
+    assert [target for _, target in found] == ["pictures/05-step.png", "pictures/05-rest.png"]
+    for (words, target), shows in zip(found, ("7.00 MB refused", "ZeRO-3"), strict=True):
+        assert len(words) > 60
+        for path in (LESSONS / target, (LESSONS / target).with_suffix(".svg")):
+            valid(path, "N = 8, bfloat16, mlp of 17 layers, width 256, 4 examples per rank", "ZeRO-1", shows)
+            assert path.stat().st_size < 60_000, path
+            shown.add(path)
     assert set((LESSONS / "pictures").iterdir()) == shown
 
 
