@@ -117,10 +117,14 @@ class _Patient:
         so_far = error.held["activations"] + (error.asked if error.term == "activations" else 0)
         return so_far * units // min(max(error.reached, 1), units) if error.phase == "forward" else so_far
 
-    def peak(
+    def peak(self, *args: Any, **options: Any) -> int:
+        """What a device must have: the largest moment, with 5 % to spare, and what no term claims."""
+        return int(SPARE * self.needs(*args, **options)) + self.error.held.get("other", 0)
+
+    def needs(
         self, stage: str, activations: int, ranks: int = 0, split: int = 1, single: bool = False, k: int = 1
     ) -> int:
-        """The largest moment of building, the first step and later ones, with what is to be spared.
+        """The largest moment of building, the first step and later ones, as predicted.
 
         `activations` are those of one of the step's `k` micro-batches; the second already finds gradients.
         """
@@ -138,7 +142,7 @@ class _Patient:
         for first in (True, False):
             found = plan.peaks(sizes, self.recipe, stage, ranks or self.error.ranks, min(k, 2), first)
             highest = max(highest, *(sum(terms.values()) for terms in found.values()))
-        return int(SPARE * highest) + self.error.held.get("other", 0)
+        return highest
 
     def fits(self, *args: Any, **options: Any) -> bool:
         return self.peak(*args, **options) <= self.error.limit
@@ -197,7 +201,7 @@ def diagnose(error: OutOfMemory) -> Diagnosis:
     unit = error.sizes.largest
     if not patient.fits("ZeRO-3", 0, ranks=MOST):
         why = (f"{unit.name} has {unit.elements:,} parameters, and being whole for its own forward and backward they "
-               f"take {format_bytes(patient.peak('ZeRO-3', 0, ranks=MOST))} even if nothing else is held: every stage "
+               f"take {format_bytes(patient.needs('ZeRO-3', 0, ranks=MOST))} even if nothing else is held: every stage "
                "gathers it whole.")  # fmt: skip
         if patient.fits("ZeRO-3", patient.activations, single=True):
             cure = "smaller units: with ZeRO-3 and each matrix a unit of its own it fits (override Module.units)."

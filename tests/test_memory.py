@@ -1,6 +1,7 @@
 """Memory, measured by the allocator: what is held, what is refused, and what the refusal means."""
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -349,6 +350,10 @@ def test_a_unit_too_wide_is_told_and_split() -> None:
     found = diagnose(on(fail(lambda: mz.Zero3(Wide(), mz.SGD(0.1)), 8_000_000), 8))
     check(found, "one unit")
     assert found.split > 1 and "tensor parallelism" in found.cure and "wide" in found.why
+    # "even if nothing else is held" is a prediction without anything to spare: the vector, its float32 gradient and
+    # the local vector, 2 + 4 + 2 bytes, and blocks of scratch
+    taken = re.search(r"they take ([\d.]+) MB even", found.why)
+    assert taken and 8 * 4096 * 512 < 1e6 * float(taken[1]) < 8.4 * 4096 * 512, found.why
 
 
 def test_what_cannot_be_predicted_is_not_guessed() -> None:
