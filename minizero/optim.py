@@ -112,6 +112,10 @@ class Optimizer:
         if not all(0 <= value < below for value in values):
             raise ValueError(f"{type(self).__name__}: {what} must be at least 0 and less than {below}, not {values}")
 
+    def settings(self) -> dict[str, Any]:
+        """All that was chosen: lr, master, and what a subclass adds."""
+        return {key: value for key, value in vars(self).items() if not key.startswith("_")}
+
     def init(self, weights: Array) -> State:
         """Fresh state for `weights`, (n,): moments and master copy of n elements, float32 for 16-bit weights."""
         wide = working(weights.dtype)
@@ -163,7 +167,7 @@ class SGD(Optimizer):
         self.moments = ("momentum_buffer",) if momentum else ()
 
     def formula(self, step: int) -> Callable[[Array, Array, list[Array], Array], None]:
-        lr, momentum = self.lr, self.momentum
+        lr, momentum = float(self.lr), float(self.momentum)  # a NumPy float64 would compute in float64
 
         def update(w: Array, g: Array, moments: list[Array], a: Array) -> None:
             for v in moments:
@@ -205,10 +209,10 @@ class Adam(Optimizer):
         self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
 
     def formula(self, step: int) -> Callable[[Array, Array, list[Array], Array], None]:
-        beta1, beta2 = self.betas
-        decay = 1 - self.lr * self.weight_decay
+        beta1, beta2, lr = *map(float, self.betas), float(self.lr)  # a NumPy float64 would compute in float64
+        decay = 1 - lr * float(self.weight_decay)
         root = math.sqrt(1 - beta2**step)
-        rate, floor = self.lr * root / (1 - beta1**step), self.eps * root
+        rate, floor = lr * root / (1 - beta1**step), float(self.eps) * root
 
         def update(w: Array, g: Array, moments: list[Array], a: Array) -> None:
             m, v = moments
