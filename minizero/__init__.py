@@ -5,8 +5,11 @@ from .autograd import Tensor, no_grad
 from .comm import CollectiveError, Communicator
 from .data_parallel import DataParallel
 from .engine import Engine
+from .mesh import Mesh
 from .optim import SGD, Adam, Optimizer
+from .pipeline import Pipeline, Stage
 from .tensor_file import CheckpointError
+from .tensor_parallel import Split
 from .weights import load_weights, save_weights
 from .zero1 import Zero1
 from .zero2 import Zero2
@@ -18,6 +21,6 @@ STAGES: tuple[type[Engine], ...] = (DataParallel, Zero1, Zero2, Zero3)
 
 __all__ = [
     "SGD", "STAGES", "Adam", "CheckpointError", "CollectiveError", "Communicator", "DataParallel", "Engine",
-    "Optimizer", "Tensor", "Zero1", "Zero2", "Zero3", "functional", "load_weights", "nn", "no_grad", "ring",
-    "save_weights",
+    "Mesh", "Optimizer", "Pipeline", "Split", "Stage", "Tensor", "Zero1", "Zero2", "Zero3", "functional",
+    "load_weights", "nn", "no_grad", "ring", "save_weights",
 ]  # fmt: skip

@@ -3,10 +3,15 @@
 That they train the same model, that all have called `backward` equally often, and how many examples there were.
 A few numbers from every rank go round the ring, and each rank draws the same conclusion from the same table.
 Their bytes are counted as `control`.
+
+A group may train one part of a model while other groups train the others (mesh.py). Then `comm.beyond` is the ring of
+all their ranks. Gradients never leave the group. What is asked here about all gradients, such as their norm and
+whether one of them is bad, has to be asked beyond it.
 """
 
 from __future__ import annotations
 
+import math
 import zlib
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +20,7 @@ import numpy as np
 from . import ring
 from .comm import Communicator
 from .flat import Unit
-from .optim import all_finite
+from .optim import all_finite, square_sum
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -34,16 +39,41 @@ def exchange_facts(comm: Communicator, *facts: float) -> Table:
 
 def compare_models(engine: Engine) -> None:
     """Refuse models that are not the same on all ranks: training might go on with wrong numbers. Collective."""
-    mine = [(p.name, p.shape, str(p.dtype), p.requires_grad) for p in engine.model.parameters()]
+    mine = [(p.name, p.shape, p.part, str(p.dtype), p.requires_grad) for p in engine.model.parameters()]
     names = f"{type(engine).__name__}, {type(engine.optimizer).__name__} {engine.optimizer.settings()}"
     facts = exchange_facts(engine.comm, zlib.crc32(f"{names} {mine}".encode()))
     others = np.flatnonzero(facts != facts[0]).tolist()
     if others:
         raise ValueError(
-            f"ranks {others} wrap another model than rank 0: stage, optimizer, and name, shape, dtype and "
+            f"ranks {others} wrap another model than rank 0: stage, optimizer, and name, shape, slice, dtype and "
             f"requires_grad of every parameter must be the same. Here on rank {engine.comm.rank}: {names}, "
             f"{len(mine)} parameters of {sum(unit.size for unit in engine.units)} elements"
         )
+    if engine.comm.beyond:
+        seeds = exchange_facts(engine.comm.beyond, zlib.crc32(f"{names} {engine.model.seed}".encode()))
+        others = np.flatnonzero(seeds != seeds[0]).tolist()
+        if others:
+            raise ValueError(f"ranks {others} of the mesh differ from rank 0: stage, optimizer and seed must be the "
+                             f"same. Here: {names}, seed {engine.model.seed}")  # fmt: skip
+
+
+def square_sums(engine: Engine) -> Table:
+    """Σ g² of each (rank's chunk, trained parameter) of this group, float64: (N, parameters). Collective.
+
+    The norm is *defined* on the chunks, in every stage: that way its bits do not depend on who holds what. A parameter
+    that other groups hold as well counts in one of them, and here as 0.
+    """
+    units, all_of_it = [unit for unit in engine.units if unit.trainable], engine.comm.counts_copies
+    pairs = [pair for unit in units for pair in zip(unit.parameters, unit.own_parts(), strict=True)]
+    return exchange_facts(engine.comm, *(square_sum(g) if all_of_it or p.part[1] > 1 else 0.0 for p, g in pairs))
+
+
+def norm_of(comm: Communicator, squares: Table) -> float:
+    """The root of all Σ g²: of this group's table, and of all other groups, if there are any. Collective."""
+    total = math.fsum(squares.ravel())
+    if comm.beyond:
+        total = math.fsum(exchange_facts(comm.beyond, total if comm.rank == 0 else 0.0).ravel())
+    return math.sqrt(total)
 
 
 def shares(engine: Engine) -> dict[Unit, tuple[slice, bool]]:
@@ -105,6 +135,12 @@ class Tally:
             raise ValueError(f"backward: examples= must be given everywhere or nowhere; ranks {ranks} left it out")
         if count == 0 or (omitted and rows == 0):
             raise ValueError("step: no rank had a single example since the last step: there is no mean to take")
+        if comm.beyond:
+            everywhere = exchange_facts(comm.beyond, count, bads)
+            counts, bads = everywhere[:, 0], everywhere[:, 1].sum()
+            if (counts != count).any():
+                raise RuntimeError(f"step: the groups of the mesh had {sorted(set(counts.tolist()))} examples: all "
+                                   "parts of a model must be trained on the same")  # fmt: skip
         return count, bads > 0
 
 
@@ -114,6 +150,9 @@ def refuse_bad_numbers(comm: Communicator, units: list[Unit], step: int) -> None
     anywhere = exchange_facts(comm, *flags).sum(axis=0).tolist()
     names = [p.name for unit in units for p in unit.parameters]
     bad = [name for name, ranks in zip(names, anywhere, strict=True) if ranks]
+    if comm.beyond:
+        exchange_facts(comm.beyond)  # MPI's allgather would wait for ever for a rank that has left
+        bad = list(dict.fromkeys(name for group in comm.beyond.mpi.allgather(bad) for name in group))
     raise FloatingPointError(
         f"step {step}: the gradient of {', '.join(bad)} is not finite (inf or NaN); nothing was updated. "
         "Call zero_grad() and go on with the next batch, or look for the cause (learning rate, input, log of 0)"

@@ -9,7 +9,7 @@ MPI only moves bytes here and never adds, so every dtype works, and the order of
 Every message carries a tag that says what its sender is doing: operation, unit, dtype. The receiver looks at tag
 and size before it takes a message. Ranks that have drifted apart raise at once and name both sides; the error
 travels on round the ring, so that everybody raises. A rank that ends its program says so, with a message LEFT: who
-still waits for it raises, too.
+still waits for it raises, too. (Messages between two ranks, for pipelines, are in point.py.)
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ except (ImportError, RuntimeError) as error:
         "module and, if it is not found then, set MPI4PY_LIBMPI=/path/to/libmpi.so"
     ) from None
 
-OPERATIONS = ("exchange", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "control", "gather_parameters")
+OPERATIONS = ("exchange", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "control", "gather_parameters",
+              "pipeline")  # fmt: skip
 DTYPES = ["other", *backend.DTYPES, "float16", "uint8", "uint16", "uint32", "uint64", "int32", "int64"]
 DTYPE_NUMBER = {np.dtype(name): i for i, name in enumerate(DTYPES) if i}
 LEFT, FAILED, FIRST_TAG = 0, 1, 2  # tags on our communicators; from FIRST_TAG on: what is being done
@@ -94,6 +95,9 @@ class Communicator:
         self.mpi, self.rank, self.size = mpi, mpi.rank, mpi.size
         self.right, self.left = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         self.traffic: Counter[str] = Counter()
+        self.beyond: Communicator | None = None  # a Mesh says: all ranks that hold a part of the same model ...
+        self.counts_copies = True  # ... and does this group, of those that hold the same parameter, count it?
+        self._departures: list[Any] = []  # what `point.send` has sent, and may not have arrived
         self._operation, self._unit, self._broken = "exchange", 0, ""  # unit 0: none; unit i of an engine is i + 1
         self._tag = FIRST_TAG  # of messages that are sent now, but for their dtype
         self._names: Sequence[str] = ()
@@ -176,17 +180,17 @@ class Communicator:
         finally:
             self._operation, self._unit, self._tag = before
 
-    def _until(self, wait: Callable[..., Any], ask: Callable[..., Any], *args: Any) -> None:
-        """Return when MPI has done something: `wait` waits for it, `ask` says whether it is done.
+    def _until(self, wait: Callable[..., Any] | None, ask: Callable[..., Any], *args: Any) -> None:
+        """Return when MPI has done something: `wait` (if there is one) waits for it, `ask` says whether it is done.
 
         MPI waits by asking again and again, as fast as it can. Where ranks share cores, that takes the time of those
         who have something to send: there, give way after each look, and sleep if that does not help.
         """
-        if not self._crowded:
+        if wait and not self._crowded:
             wait(*args)
         looks = 0
-        while self._crowded and not ask(*args):
-            looks += 1
+        while (self._crowded or not wait) and not ask(*args):
+            looks += self._crowded
             if looks > 5:
                 time.sleep(PAUSE)
             else:
@@ -211,23 +215,26 @@ class Communicator:
         name = self._names[unit - 1] if 0 < unit <= len(self._names) else f"unit {unit - 1}"
         return OPERATIONS[operation] + (f" of {name}" if unit else "") + (f" ({DTYPES[dtype]})" if dtype else "")
 
-    def _disagree(self, departure: MPI.Request, mine: int, wanted: int, status: MPI.Status) -> NoReturn:
-        """Raise for a message that is not the expected one, after telling the right neighbour."""
-        left, me, doing = f"rank {self._job[self.left]}", f"rank {self._job[self.rank]}", self._doing(mine)
+    def _complaint(self, source: int, mine: int, wanted: int, status: MPI.Status) -> str:
+        """What is wrong with a message from `source`, or that it has left, while this rank is at tag `mine`."""
+        other, me, doing = f"rank {self._job[source]}", f"rank {self._job[self.rank]}", self._doing(mine)
         theirs, got = status.Get_tag(), status.Get_count(MPI.BYTE)
         if theirs == FAILED:
-            self._broken = self.mpi.recv(source=self.left, tag=FAILED)
-        elif theirs == LEFT:
-            self._broken = f"{left} has ended its program, but {me} waits for it in {doing}: all must take part"
-        elif theirs == mine:
-            self._broken = f"{left} sent {got} bytes, but {me} expects {wanted} in {doing}: their arrays differ in size"
-        else:
-            self._broken = (f"{left} is in {self._doing(theirs)}, but {me} is in {doing}: "
-                            "every rank must call the same collectives in the same order")  # fmt: skip
+            return str(self.mpi.recv(source=source, tag=FAILED))
+        if theirs == LEFT:
+            return f"{other} has ended its program, but {me} waits for it in {doing}: all must take part"
+        if theirs == mine:
+            return f"{other} sent {got} bytes, but {me} expects {wanted} in {doing}: their arrays differ in size"
+        return (f"{other} is in {self._doing(theirs)}, but {me} is in {doing}: "
+                "every rank must call the same collectives in the same order")  # fmt: skip
+
+    def _disagree(self, departure: MPI.Request, mine: int, wanted: int, status: MPI.Status) -> NoReturn:
+        """Raise for a message that is not the expected one, after telling the right neighbour."""
+        self._broken = self._complaint(self.left, mine, wanted, status)
         news = self.mpi.isend(self._broken, self.right, FAILED)
         self._last = [departure, news]  # kept, since MPI may go on reading these buffers
         end = time.monotonic() + PATIENCE
-        over = theirs == FAILED  # else the left neighbour may send on until the news has come round to it
+        over = status.Get_tag() == FAILED  # else the left neighbour may send on until the news has come round to it
         while not (over and MPI.Request.Testall(self._last)) and time.monotonic() < end:
             over = over or _drain(self.mpi) in (FAILED, LEFT)
             time.sleep(0.001)

@@ -29,14 +29,14 @@ from typing import Any
 import numpy as np
 
 from . import autograd, checkpoint, ring
-from .agreement import Tally, compare_models, exchange_facts, refuse_bad_numbers, shares
+from .agreement import Tally, compare_models, norm_of, refuse_bad_numbers, shares, square_sums
 from .autograd import Tensor
 from .backend import Array, to_host, xp
 from .comm import MPI, Communicator
 from .flat import Unit, units_of
 from .listener import Listener
 from .nn import Module, Noise
-from .optim import Optimizer, all_finite, divide, square_sum
+from .optim import Optimizer, all_finite, divide
 
 
 class Engine:
@@ -201,7 +201,7 @@ class Engine:
         if not max_norm > 0:
             raise ValueError(f"clip_grad_norm: max_norm must be more than 0, not {max_norm}")
         self._average()
-        norm = math.sqrt(math.fsum(self._square_sums().ravel()))
+        norm = norm_of(self.comm, square_sums(self))
         if not math.isfinite(norm) and not self._bad:
             raise FloatingPointError("clip_grad_norm: the squares of these gradients overflow, and nothing was clipped")
         if math.isfinite(norm) and norm > max_norm:
@@ -303,10 +303,3 @@ class Engine:
         for unit in self._trained if count != 1 else ():
             divide(unit.gradient, count)
         self._averaged = True
-
-    def _square_sums(self) -> np.ndarray[Any, Any]:
-        """Σ g² of each (rank's chunk, parameter), float64: (N, trained parameters). Collective.
-
-        The norm is *defined* on the chunks, in every stage: that way its bits do not depend on who holds what.
-        """
-        return exchange_facts(self.comm, *(square_sum(part) for unit in self._trained for part in unit.own_parts()))

@@ -23,6 +23,8 @@ from .parameter import constant as constant
 from .parameter import normal as normal
 from .parameter import uniform as uniform
 
+Piece = tuple[list[str], list[Callable[[Any], Tensor]]]  # of a model: paths of modules, and functions in a row
+
 
 class Noise:
     """Where dropout's random numbers come from: (seed, rank, step, micro-batch, call), drawn on the host.
@@ -110,6 +112,10 @@ class Module:
             children.setdefault(child, name)  # one that is used again has its first place
         return [(name, child) for child, name in children.items() if child.parameters()]
 
+    def pieces(self) -> list[Piece]:
+        """The forward as a chain that a pipeline may cut: paths of the modules in each piece, and what it does."""
+        raise NotImplementedError(f"{type(self).__name__} has no `pieces`, which say where a pipeline may cut it")
+
     def name_parameters(self) -> None:
         """Tell each parameter its path, and each module that the model's values exist or will be given."""
         for path, parameter in self.named_parameters():
@@ -194,53 +200,93 @@ class Sequential(Module):
             x = layer(x)
         return x
 
+    def pieces(self) -> list[Piece]:
+        return [([f"layers.{i}"] * isinstance(layer, Module), [layer]) for i, layer in enumerate(self.layers)]
+
+
+class Whole:
+    """How a model's products are built: each whole. tensor_parallel.py has another kind, which builds slices.
+
+    Two layers that follow each other are a pair. The first is cut by its outputs, the second by its inputs: the
+    columns and the rows of what they multiply by.
+    """
+
+    def column(self, inputs: int, outputs: int, dtype: Any, init: Init | None = None, enter: bool = True) -> Linear:
+        """The first of a pair. Several that share an input are built without `enter`, and the input enters once."""
+        return Linear(inputs, outputs, dtype=dtype, init=init)
+
+    def row(self, inputs: int, outputs: int, dtype: Any, init: Init | None = None) -> Linear:
+        return Linear(inputs, outputs, dtype=dtype, init=init)
+
+    def enter(self) -> Callable[[Tensor], Tensor]:
+        return lambda x: x
+
+    def heads(self, count: int) -> int:
+        """How many of a layer's attention heads are here."""
+        return count
+
 
 class MLP(Module):
-    """Linear layers of the given sizes with ReLU between: x (..., sizes[0]) -> (..., sizes[-1])."""
+    """Linear layers of the given sizes with ReLU between: x (..., sizes[0]) -> (..., sizes[-1]).
 
-    def __init__(self, sizes: Sequence[int], seed: int = 0, dtype: Any = "float32") -> None:
+    `split` builds them, in pairs; the last one of an odd number is whole.
+    """
+
+    def __init__(self, sizes: Sequence[int], seed: int = 0, dtype: Any = "float32", split: Whole | None = None) -> None:
         if len(sizes) < 2:
             raise ValueError(f"MLP needs at least an input and an output size, got {list(sizes)}")
-        self.seed = seed
-        self.layers = [Linear(inputs, outputs, dtype=dtype) for inputs, outputs in itertools.pairwise(sizes)]
+        self.seed, split = seed, split or Whole()
+        pairs, alone = divmod(len(sizes) - 1, 2)
+        builders = [*[split.column, split.row] * pairs, *[Whole().column] * alone]
+        self.layers = [build(*shape, dtype) for build, shape in zip(builders, itertools.pairwise(sizes), strict=True)]
 
     def forward(self, x: Any) -> Tensor:
         for layer in self.layers[:-1]:
             x = F.relu(layer(x))
         return self.layers[-1](x)
 
+    def pieces(self) -> list[Piece]:
+        found: list[Piece] = [([f"layers.{i}"], [layer, F.relu]) for i, layer in enumerate(self.layers)]
+        found[-1][1].pop()
+        return found
+
 
 class CausalSelfAttention(Module):
-    """Each token looks at itself and the tokens before it: x (B, T, C) -> (B, T, C), in H heads of C/H channels."""
+    """Each token looks at itself and the tokens before it: x (B, T, C) -> (B, T, C). `split` has H heads here."""
 
-    def __init__(self, width: int, heads: int, dtype: Any = "float32") -> None:
+    def __init__(self, width: int, heads: int, dtype: Any = "float32", split: Whole | None = None) -> None:
         if heads < 1 or width % heads:
             raise ValueError(f"attention: width {width} is not a multiple of {heads} heads")
-        self.heads = heads
-        self.query, self.key, self.value, self.out = (
-            Linear(width, width, dtype=dtype, init=normal(0.02)) for _ in range(4)
-        )
+        split = split or Whole()
+        self.heads, self.size, self.enter = split.heads(heads), width // heads, split.enter()
+        built = (split.column(width, width, dtype, normal(0.02), enter=False) for _ in range(3))
+        self.query, self.key, self.value = built
+        self.out = split.row(width, width, dtype, normal(0.02))
 
     def forward(self, x: Tensor) -> Tensor:
-        b, t, c = x.shape
-        q, k, v = (  # each (B, H, T, C/H)
-            layer(x).reshape(b, t, self.heads, c // self.heads).transpose(0, 2, 1, 3)
+        b, t, _ = x.shape
+        x = self.enter(x)
+        q, k, v = (  # each (B, H, T, C/heads)
+            layer(x).reshape(b, t, self.heads, self.size).transpose(0, 2, 1, 3)
             for layer in (self.query, self.key, self.value)
         )
-        scores = q @ k.swapaxes(-1, -2) * (1 / math.sqrt(c // self.heads))  # (B, H, T, T)
+        scores = q @ k.swapaxes(-1, -2) * (1 / math.sqrt(self.size))  # (B, H, T, T)
         past = xp.tril(xp.ones((t, t), dtype=bool))
         weights = F.softmax(F.where(past, scores, -1e30))
-        return self.out((weights @ v).transpose(0, 2, 1, 3).reshape(b, t, c))
+        return self.out((weights @ v).transpose(0, 2, 1, 3).reshape(b, t, self.heads * self.size))
 
 
 class Block(Module):
     """One transformer block: attention, then a feed-forward of 4C, each added to its normalised input."""
 
-    def __init__(self, width: int, heads: int, dropout: float = 0.0, dtype: Any = "float32") -> None:
+    def __init__(
+        self, width: int, heads: int, dropout: float = 0.0, dtype: Any = "float32", split: Whole | None = None
+    ) -> None:
+        split = split or Whole()
         self.norm1, self.norm2 = LayerNorm(width, dtype=dtype), LayerNorm(width, dtype=dtype)
-        self.attention = CausalSelfAttention(width, heads, dtype)
-        self.up = Linear(width, 4 * width, dtype=dtype, init=normal(0.02))
-        self.down = Linear(4 * width, width, dtype=dtype, init=normal(0.02))
+        self.attention = CausalSelfAttention(width, heads, dtype, split)
+        self.up = split.column(width, 4 * width, dtype, normal(0.02))
+        self.down = split.row(4 * width, width, dtype, normal(0.02))
         self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -252,6 +298,7 @@ class GPT(Module):
     """A decoder-only transformer: integer tokens (B, T), T <= context -> logits (B, T, V).
 
     `tied`: the output projection is the embedding's own weight. It is then one parameter, in the root unit.
+    `split` builds the linear layers of its blocks.
     """
 
     def __init__(
@@ -266,24 +313,38 @@ class GPT(Module):
         dropout: float = 0.0,
         seed: int = 0,
         dtype: Any = "float32",
+        split: Whole | None = None,
     ) -> None:
         self.seed, self.context = seed, context
         self.token = Embedding(vocab, width, dtype, init=normal(0.02))
         self.position = Embedding(context, width, dtype, init=normal(0.02))
-        self.blocks = [Block(width, heads, dropout, dtype) for _ in range(layers)]
+        self.blocks = [Block(width, heads, dropout, dtype, split) for _ in range(layers)]
         self.norm = LayerNorm(width, dtype=dtype)
         self.head = Linear(width, vocab, bias=False, dtype=dtype, init=normal(0.02))
         if tied:
             self.head.weight = self.token.weight
 
     def forward(self, tokens: Any) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.logits(x)
+
+    def embed(self, tokens: Any) -> Tensor:
         tokens = tensor(tokens)
         if tokens.ndim != 2 or not tokens.shape[1]:
             raise ValueError(f"GPT: tokens must be (batch, time), with at least one in time, not {tokens.shape}")
         time = tokens.shape[1]
         if time > self.context:
             raise ValueError(f"GPT: {time} tokens in a row, but its context is {self.context}")
-        x = self.token(tokens) + self.position(xp.arange(time))  # (B, T, C) + (T, C)
-        for block in self.blocks:
-            x = block(x)
+        return self.token(tokens) + self.position(xp.arange(time))  # (B, T, C) + (T, C)
+
+    def logits(self, x: Tensor) -> Tensor:
         return self.head(self.norm(x))
+
+    def pieces(self) -> list[Piece]:
+        """A block each; the first one with the embeddings, the last one with the output."""
+        found: list[Piece] = [([f"blocks.{i}"], [block]) for i, block in enumerate(self.blocks)] or [([], [])]
+        found[0] = ["token", "position", *found[0][0]], [self.embed, *found[0][1]]
+        found[-1] = [*found[-1][0], "norm", "head"], [*found[-1][1], self.logits]
+        return found

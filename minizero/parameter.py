@@ -46,6 +46,7 @@ class Parameter(Tensor):
     """
 
     __slots__ = ("_dtype", "_shape", "init", "name", "unit")
+    part = (0, 1)  # (i, n): it is the i-th of n slices of a larger one, which another class cuts and draws
 
     def __init__(self, shape: Sequence[int], init: Init, dtype: Any = "float32", requires_grad: bool = True) -> None:
         self._shape, self._dtype, self.init = tuple(shape), dtype_of(dtype), init
@@ -92,7 +93,10 @@ class Parameter(Tensor):
         if self._data is not None:
             flat[:] = self._data.reshape(-1)
             return
-        generator = np.random.default_rng([seed, zlib.crc32(self.name.encode())])
+        generator = self.generator(seed)
         for start in range(0, self.size, DRAW_BLOCK):
             block = flat[start : start + DRAW_BLOCK]
             block[:] = xp.asarray(self.init(generator, block.size))
+
+    def generator(self, seed: int) -> np.random.Generator:
+        return np.random.default_rng([seed, zlib.crc32(self.name.encode())])

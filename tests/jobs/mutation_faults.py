@@ -467,7 +467,7 @@ def _() -> Sequence[Patch]:
         table[:, 0] = engine.comm.mpi.allgather(local.pop(engine))
         return table
 
-    return [*every_reduce(reduce), around(Engine, "_square_sums", square_sums)]
+    return [*every_reduce(reduce), around(engines, "square_sums", square_sums)]
 
 
 @fault("the norm is that of the own chunk")
@@ -477,7 +477,7 @@ def _() -> Sequence[Patch]:
         table[np.arange(engine.comm.size) != engine.comm.rank] = 0
         return table
 
-    return [around(Engine, "_square_sums", square_sums)]
+    return [around(engines, "square_sums", square_sums)]
 
 
 @fault("each rank clips by the norm of its own chunk, and asks nobody")

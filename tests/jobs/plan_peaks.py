@@ -24,7 +24,7 @@ N = comm.size
 VERBOSE = "-v" in sys.argv and comm.rank == 0
 BATCH, TIME = 4, 16
 LAYERS = [256] * 9 + [10]
-GPT = {"vocab": 50, "context": TIME, "width": 64, "heads": 4, "layers": 8}
+GPT: dict[str, Any] = {"vocab": 50, "context": TIME, "width": 64, "heads": 4, "layers": 8}
 OPTIMIZERS: dict[str, Callable[[bool], mz.Optimizer]] = {
     "adam": lambda master: mz.Adam(master=master),
     "momentum": lambda master: mz.SGD(0.1, momentum=0.9, master=master),

@@ -1,0 +1,240 @@
+"""How do ranks share the depth of a model?
+
+Each stage has some consecutive layers. It receives activations from the left, sends its own to the right, and the
+gradients come back. A batch is cut in k micro-batches, so that all stages have something to do:
+
+    GPipe       stage 0   F0 F1 F2 F3 .  .  B0 B1 B2 B3       all forwards, then all backwards: k micro-batches are
+                stage 1   .  F0 F1 F2 F3 B0 B1 B2 B3 .        alive at once (Huang et al. 2019, arXiv 1811.06965)
+
+    1F1B        stage 0   F0 F1 .  B0 F2 B1 F3 B2 .  B3       a backward as soon as one can run: on stage i of p no more
+                stage 1   .  F0 B0 F1 B1 F2 B2 F3 B3 .        than p - i are alive (Narayanan et al. 2021, arXiv
+                                                              2104.04473, section 2.2)
+
+Both wait equally long: p - 1 turns at the beginning and at the end. Both run the backwards in the same order, which is
+why they have the same bits. Each stage follows its own list of instructions, and messages do the rest.
+
+Per micro-batch a boundary costs one activation to the right and one gradient to the left.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import point
+from .autograd import Tensor, no_grad
+from .backend import Array, to_host, xp
+from .comm import Communicator
+from .engine import Engine
+from .nn import Module
+
+
+class Do(NamedTuple):
+    """One instruction: run "F" (forward) or "B" (backward) of a micro-batch."""
+
+    what: str
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.what}{self.micro_batch}"
+
+
+Order = Callable[[int, int, int], list[Do]]  # (stage, stages, micro-batches) -> what that stage does
+
+
+def gpipe(stage: int, stages: int, micro_batches: int) -> list[Do]:
+    """All forwards, then all backwards."""
+    every = range(micro_batches)
+    return [Do("F", i) for i in every] + [Do("B", i) for i in every]
+
+
+def one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[Do]:
+    """As many forwards as it takes until the first gradient can come back, then backward and forward in turn."""
+    ahead = min(stages - stage, micro_batches)
+    found = [Do("F", i) for i in range(ahead)]
+    for i in range(micro_batches):
+        found.append(Do("B", i))
+        if ahead + i < micro_batches:
+            found.append(Do("F", ahead + i))
+    return found
+
+
+def timeline(order: Order, stages: int, micro_batches: int) -> list[list[Do | None]]:
+    """What each stage does in each turn, None: it waits. As if every instruction took one turn, and messages none."""
+    left = [order(stage, stages, micro_batches) for stage in range(stages)]
+    turns: list[list[Do | None]] = [[] for _ in left]
+    done = set[tuple[int, Do]]()
+    while any(left):
+        now = []
+        for stage, todo in enumerate(left):
+            do = todo[0] if todo else None
+            before = do and (stage + (1 if do.what == "B" else -1), do)  # who must have done the same before
+            ready = before and (not 0 <= before[0] < stages or before in done)
+            turns[stage].append(do if ready else None)
+            now += [(stage, todo.pop(0))] if ready else []
+        if not now:
+            raise ValueError(
+                f"the stages wait for each other for ever, before {[str(todo[0]) for todo in left if todo]}"
+            )
+        done.update(now)
+    return turns
+
+
+class Stage(Module):
+    """The layers of `model` that are this rank's, under the names that they have in the whole model.
+
+    Args:
+        model: a model with `pieces`, no values yet; the same on every rank. (Only this stage's will be drawn.)
+        comm: the ranks of the pipeline, first stage first. Each gets consecutive pieces, as evenly as possible.
+
+    Raises ValueError where there are fewer pieces than ranks, or a parameter is in several stages, as the weight of a
+    tied embedding is: build the model with `tied=False`.
+    """
+
+    def __init__(self, model: Module, comm: Communicator) -> None:
+        pieces, modules = model.pieces(), dict(model.named_modules())
+        if len(pieces) < comm.size:
+            raise ValueError(f"a model of {len(pieces)} pieces cannot be cut in a pipeline of {comm.size} stages")
+        bounds = [len(pieces) * i // comm.size for i in range(comm.size + 1)]
+        stages = [pieces[a:b] for a, b in itertools.pairwise(bounds)]
+        for name, parameter in model.named_parameters():
+            users = [i for i, stage in enumerate(stages) for names, _ in stage
+                     if any(parameter in modules[each].parameters() for each in names)]  # fmt: skip
+            if len(set(users)) != 1:
+                raise ValueError(f"{name} is used by the stages {users} of a pipeline, and must be by one "
+                                 "(of a tied embedding: build the model with tied=False)")  # fmt: skip
+        self.seed = model.seed
+        for path in (path for names, _ in stages[comm.rank] for path in names):
+            setattr(self, path, modules[path])  # "blocks.3", dot included: its parameters keep their paths
+        functions = [function for _, several in stages[comm.rank] for function in several]
+        mine, units = set(self.parameters()), model.units()
+        inside = functions, [(name, module) for name, module in units if mine.issuperset(module.parameters())]
+        self._inside: Callable[[], tuple[list[Any], list[tuple[str, Module]]]] = lambda: inside  # no attribute of ours
+
+    def forward(self, x: Any) -> Tensor:
+        for function in self._inside()[0]:
+            x = function(x)
+        return x
+
+    def units(self) -> list[tuple[str, Module]]:
+        return self._inside()[1]
+
+
+class Pipeline:
+    """Trains an engine whose model is this rank's `Stage`.
+
+        engine = mz.Zero1(mz.Stage(model, mesh.pp), mz.Adam(), mesh.dp)
+        pipeline = mz.Pipeline(engine, mesh.pp, F.cross_entropy)
+        for batch in batches:                        # [(x, y), ...]: the micro-batches of this dp rank
+            losses = pipeline.backward(batch)        # on the last stage; elsewhere an empty list
+            engine.step()
+
+    Args:
+        comm: the ranks of the pipeline. loss: called on the last stage as loss(output, y).
+        order: `one_f_one_b` or `gpipe`, or a list of instructions of your own.
+        accumulate: add the micro-batches' gradients locally, and reduce their sum over the dp group in the last one
+            (`engine.no_sync`). Otherwise each is reduced as it finishes.
+    """
+
+    def __init__(
+        self, engine: Engine, comm: Communicator, loss: Callable[[Tensor, Any], Tensor], order: Order = one_f_one_b,
+        accumulate: bool = False,
+    ) -> None:  # fmt: skip
+        self.engine, self.comm, self.loss, self.order, self.accumulate = engine, comm, loss, order, accumulate
+        self.first, self.last = comm.rank == 0, comm.rank == comm.size - 1
+        self.live: dict[int, tuple[Any, Tensor]] = {}  # micro-batches between forward and backward: input and output
+
+    def backward(self, batch: Sequence[tuple[Any, Any]], examples: Sequence[int] | None = None) -> list[Tensor]:
+        """Forward and backward of all micro-batches. Collective over the pipeline, and over the engine's group.
+
+        Args:
+            batch: (x, y) per micro-batch, the same on all stages of a pipeline: the first uses x, the last y.
+            examples: of how many examples each loss is the mean, where they differ: as in `Engine.backward`.
+
+        Returns the losses on the last stage, in order; nothing on the others.
+        """
+        self.start, self.losses = self.engine.noise.micro_batch, list[Tensor]()
+        try:
+            for do in self.order(self.comm.rank, self.comm.size, len(batch)):
+                n = None if examples is None else examples[do.micro_batch]
+                if do.what == "F":
+                    self.run_forward(do.micro_batch, batch, n)
+                else:
+                    waits = self.accumulate and do.micro_batch < len(batch) - 1
+                    with self.engine.no_sync() if waits else nullcontext():
+                        self.run_backward(do.micro_batch, n)
+        finally:
+            self.live.clear()
+        return self.losses
+
+    def run_forward(self, i: int, batch: Sequence[tuple[Any, Any]], examples: int | None) -> None:
+        self.engine.noise.at(self.engine.steps, self.start + i)
+        facts = [len(batch), i, -1 if examples is None else examples]
+        x = batch[i][0] if self.first else Tensor(self.receive_activation(i, facts), requires_grad=True)
+        y = self.engine(x)
+        if self.last:
+            y = self.loss(y, batch[i][1])
+        else:
+            self.send_activation(i, y, facts)
+        self.live[i] = x, y
+
+    def run_backward(self, i: int, examples: int | None) -> None:
+        x, y = self.live.pop(i)
+        if self.last:
+            self.engine.backward(y, examples=examples)
+            self.losses.append(y)
+        else:
+            with self.comm.label("pipeline", 2 * i + 1, NAMES):
+                gradient = point.receive(self.comm, self.comm.rank + 1).reshape(y.shape)
+            self.engine.backward(y, gradient=gradient, examples=examples)
+        if not self.first:
+            gradient = xp.zeros(x.shape, x.dtype) if x.grad is None else xp.ascontiguousarray(x.grad)
+            with self.comm.label("pipeline", 2 * i + 1, NAMES):
+                point.send(self.comm, gradient, self.comm.rank - 1)
+
+    def __call__(self, x: Any) -> Tensor | None:
+        """The whole model's forward, without a backward: the result on the last stage. Collective over the pipeline."""
+        with no_grad():
+            y = self.engine(x if self.first else Tensor(self.receive_activation(0, [0, 0, 0])))
+        if self.last:
+            return y
+        self.send_activation(0, y, [0, 0, 0])
+        return None
+
+    def send_activation(self, i: int, y: Tensor, facts: list[int]) -> None:
+        """Ahead goes a message with its shape, what the stages must agree on, and where dropout's numbers are."""
+        with self.comm.label("control", 2 * i, NAMES):
+            point.send(self.comm, np.array([*facts, self.engine.noise.call, *y.shape]), self.comm.rank + 1)
+        with self.comm.label("pipeline", 2 * i, NAMES):
+            point.send(self.comm, xp.ascontiguousarray(y.data), self.comm.rank + 1)
+
+    def receive_activation(self, i: int, facts: list[int]) -> Array:
+        left = self.comm.rank - 1
+        with self.comm.label("control", 2 * i, NAMES):
+            theirs, shape = np.split(to_host(point.receive(self.comm, left)), [len(facts) + 1])
+        if theirs[:-1].tolist() != facts:
+            raise ValueError(
+                f"pipeline: all stages must have the same batch, but stage {left} says "
+                f"{theirs[:-1].tolist()} and stage {self.comm.rank} {facts}: so many micro-batches, "
+                "the number of this one, and of how many examples its loss is the mean (-1: not said)"
+            )
+        self.engine.noise.call = int(theirs[-1])
+        with self.comm.label("pipeline", 2 * i, NAMES):
+            return point.receive(self.comm, left).reshape(shape)
+
+
+class _Names(Sequence[str]):
+    """What messages are about: the name of each unit number."""
+
+    def __len__(self) -> int:
+        return 1 << 30
+
+    def __getitem__(self, number: Any) -> Any:
+        return f"{('forward', 'backward')[number % 2]} of micro-batch {number // 2}"
+
+
+NAMES = _Names()

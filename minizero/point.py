@@ -1,0 +1,82 @@
+"""How does one message go from any rank to any other?
+
+    rank 0   send(comm, array, 1)                  returns at once; the array must stay as it is until it has arrived
+    rank 1   receive(comm, 0)                      waits for the next message of rank 0
+
+The ring is enough where all ranks do the same. In a pipeline they take turns, and messages go both ways: activations
+to the right, gradients to the left. A rank that waited for its neighbour to take a message, while that one waits
+likewise, would wait for ever. So nobody waits to send.
+
+As in the ring, a message carries a tag that says what its sender is doing, the receiver compares it with what it is
+doing itself, and a rank that has left, or failed, is missed by whoever waits for it.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from .backend import Array, xp
+from .comm import DTYPE_NUMBER, DTYPES, FAILED, LARGEST, LEFT, MPI, WORLD_LEFT, CollectiveError, Communicator
+
+GRACE = 0.5  # seconds in which a message may still come from a rank that has said LEFT
+
+
+def send(comm: Communicator, array: Array, to: int) -> None:
+    """Send a contiguous array to rank `to`, which must call `receive`. Do not change it before that has happened.
+
+    Raises TypeError for a dtype that has no tag, ValueError for more bytes than one message can have.
+    """
+    _check(comm)
+    if array.dtype not in DTYPE_NUMBER:
+        raise TypeError(f"send: arrays of {array.dtype} cannot be sent: use one of {', '.join(DTYPES[1:])}")
+    outgoing, tag = comm._to_mpi(array), comm._tag + DTYPE_NUMBER[array.dtype]
+    if outgoing.size > LARGEST:
+        raise ValueError(f"send: {outgoing.size:,} bytes are more than the {LARGEST:,} of one message: send parts")
+    comm.traffic[comm._operation] += outgoing.size
+    comm._departures = [each for each in comm._departures if not each[0].Test()]
+    comm._departures.append((comm.mpi.Isend([outgoing, MPI.BYTE], to, tag), outgoing))
+
+
+def receive(comm: Communicator, source: int) -> Array:
+    """What rank `source` sends next: a new array (n,) of the dtype that was sent.
+
+    Raises CollectiveError where `source` does something else than this rank, or has ended its program: here, and on
+    every rank of `comm` that uses it from then on.
+    """
+    _check(comm)
+    status = MPI.Status()
+    _wait(comm, source, status)
+    dtype = status.Get_tag() - comm._tag
+    if not 0 < dtype < len(DTYPES):
+        comm._broken = comm._complaint(source, comm._tag, 0, status)
+        others = [rank for rank in range(comm.size) if rank not in (comm.rank, source)]
+        comm._last = [comm.mpi.isend(comm._broken, rank, FAILED) for rank in others]
+        raise CollectiveError(comm._broken)
+    incoming = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+    arrival = comm.mpi.Irecv([incoming, MPI.BYTE], source, status.Get_tag())
+    comm._until(arrival.Wait, arrival.Test)
+    return xp.asarray(incoming.view(DTYPES[dtype]))
+
+
+def _wait(comm: Communicator, source: int, status: MPI.Status) -> None:
+    """Until a message from `source` is there. If none can come any more, `status` has the tag LEFT."""
+    left: list[float] = []  # when it was seen that `source` has ended its program
+
+    def come() -> bool:
+        if comm.mpi.Iprobe(source, MPI.ANY_TAG, status):
+            return True
+        if not left and MPI.COMM_WORLD.Iprobe(comm._job[source], WORLD_LEFT):
+            left.append(time.monotonic())
+        if not left or time.monotonic() < left[0] + GRACE:
+            return False
+        status.Set_tag(LEFT)
+        return True
+
+    comm._until(None, come)
+
+
+def _check(comm: Communicator) -> None:
+    if comm._broken:
+        raise CollectiveError(comm._broken)
