@@ -77,9 +77,8 @@ def timeline(order: Order, stages: int, micro_batches: int) -> list[list[Do | No
             turns[stage].append(do if ready else None)
             now += [(stage, todo.pop(0))] if ready else []
         if not now:
-            raise ValueError(
-                f"the stages wait for each other for ever, before {[str(todo[0]) for todo in left if todo]}"
-            )
+            waiting = ", ".join(f"{todo[0]} of stage {stage}" for stage, todo in enumerate(left) if todo)
+            raise ValueError(f"for ever these wait: {waiting}")
         done.update(now)
     return turns
 
@@ -101,17 +100,17 @@ class Stage(Module):
             raise ValueError(f"a model of {len(pieces)} pieces cannot be cut in a pipeline of {comm.size} stages")
         bounds = [len(pieces) * i // comm.size for i in range(comm.size + 1)]
         stages = [pieces[a:b] for a, b in itertools.pairwise(bounds)]
+        held = [{p for names, _ in stage for each in names for p in modules[each].parameters()} for stage in stages]
         for name, parameter in model.named_parameters():
-            users = [i for i, stage in enumerate(stages) for names, _ in stage
-                     if any(parameter in modules[each].parameters() for each in names)]  # fmt: skip
-            if len(set(users)) != 1:
+            users = [i for i, parameters in enumerate(held) if parameter in parameters]
+            if len(users) != 1:
                 raise ValueError(f"{name} is used by the stages {users} of a pipeline, and must be by one "
                                  "(of a tied embedding: build the model with tied=False)")  # fmt: skip
         self.seed = model.seed
         for path in (path for names, _ in stages[comm.rank] for path in names):
             setattr(self, path, modules[path])  # "blocks.3", dot included: its parameters keep their paths
         functions = [function for _, several in stages[comm.rank] for function in several]
-        mine, units = set(self.parameters()), model.units()
+        mine, units = held[comm.rank], model.units()
         inside = functions, [(name, module) for name, module in units if mine.issuperset(module.parameters())]
         self._inside: Callable[[], tuple[list[Any], list[tuple[str, Module]]]] = lambda: inside  # no attribute of ours
 
@@ -217,11 +216,10 @@ class Pipeline:
         with self.comm.label("control", 2 * i, NAMES):
             theirs, shape = np.split(to_host(point.receive(self.comm, left)), [len(facts) + 1])
         if theirs[:-1].tolist() != facts:
-            raise ValueError(
-                f"pipeline: all stages must have the same batch, but stage {left} says "
-                f"{theirs[:-1].tolist()} and stage {self.comm.rank} {facts}: so many micro-batches, "
-                "the number of this one, and of how many examples its loss is the mean (-1: not said)"
-            )
+            reason = (f"pipeline: all stages must have the same batch, but stage {left} says {theirs[:-1].tolist()}, "
+                      f"stage {self.comm.rank} {facts}: so many micro-batches, the number of this one, and of how many "
+                      "examples its loss is the mean (-1: not said)")  # fmt: skip
+            point.fail(self.comm, reason)
         self.engine.noise.call = int(theirs[-1])
         with self.comm.label("pipeline", 2 * i, NAMES):
             return point.receive(self.comm, left).reshape(shape)

@@ -14,6 +14,7 @@ doing itself, and a rank that has left, or failed, is missed by whoever waits fo
 from __future__ import annotations
 
 import time
+from typing import NoReturn
 
 import numpy as np
 
@@ -43,21 +44,25 @@ def receive(comm: Communicator, source: int) -> Array:
     """What rank `source` sends next: a new array (n,) of the dtype that was sent.
 
     Raises CollectiveError where `source` does something else than this rank, or has ended its program: here, and on
-    every rank of `comm` that uses it from then on.
+    every rank of `comm` that waits for a message of this one.
     """
     _check(comm)
     status = MPI.Status()
     _wait(comm, source, status)
     dtype = status.Get_tag() - comm._tag
     if not 0 < dtype < len(DTYPES):
-        comm._broken = comm._complaint(source, comm._tag, 0, status)
-        others = [rank for rank in range(comm.size) if rank not in (comm.rank, source)]
-        comm._last = [comm.mpi.isend(comm._broken, rank, FAILED) for rank in others]
-        raise CollectiveError(comm._broken)
+        fail(comm, comm._complaint(source, comm._tag, 0, status))
     incoming = np.empty(status.Get_count(MPI.BYTE), np.uint8)
     arrival = comm.mpi.Irecv([incoming, MPI.BYTE], source, status.Get_tag())
     comm._until(arrival.Wait, arrival.Test)
     return xp.asarray(incoming.view(DTYPES[dtype]))
+
+
+def fail(comm: Communicator, reason: str) -> NoReturn:
+    """Raise CollectiveError, here and on every rank of `comm` that waits for this one; nobody can use `comm` again."""
+    comm._broken = reason
+    comm._last = [comm.mpi.isend(reason, rank, FAILED) for rank in range(comm.size) if rank != comm.rank]
+    raise CollectiveError(reason)
 
 
 def _wait(comm: Communicator, source: int, status: MPI.Status) -> None:

@@ -72,6 +72,16 @@ class Operation:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """What a pipeline does not cut: the numbers of its units; bytes of its input, and of its output where that is an
+    array of its own, which a stage keeps where they come from, or go to, another stage."""
+
+    units: tuple[int, ...]
+    received: int
+    sent: int
+
+
+@dataclass(frozen=True)
 class Sizes:
     """A model: its units in order of use, its operations in order of the forward, and the loss after them.
 
@@ -81,6 +91,7 @@ class Sizes:
     units: tuple[UnitSize, ...]
     operations: tuple[Operation, ...] = ()
     loss: Operation = Operation(-1)
+    pieces: tuple[Piece, ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -107,19 +118,46 @@ class Sizes:
                 again += [Operation(i, j, inside=False)] if unit.root else []
         return found + again
 
+    def stage(self, stage: int, stages: int) -> Sizes:
+        """The part of the model that a stage of a pipeline has, cut as `pipeline.Stage` cuts it."""
+        if not 1 <= stages <= len(self.pieces):
+            raise ValueError(f"a model of {len(self.pieces)} pieces cannot be cut in a pipeline of {stages} stages")
+        first, stop = (len(self.pieces) * i // stages for i in (stage, stage + 1))
+        mine = [i for piece in self.pieces[first:stop] for i in piece.units]
+        if any(unit.root for unit in self.units) and stages > 1:
+            raise ValueError("a tied embedding is used by the first and by the last stage: plan with tied=0")
+        at = {old: new for new, old in enumerate(mine)}
+        operations = [replace(each, unit=at[each.unit]) for each in self.operations if each.unit in at]
+        loss = self.loss
+        if stage > 0:
+            kept = self.pieces[first].received
+            operations.insert(0, Operation(0, None, kept, kept, kept, kept, inside=False))
+        if stage < stages - 1:
+            kept, loss = self.pieces[stop - 1].sent, Operation(-1)
+            operations.append(Operation(len(mine) - 1, None, kept, kept, kept, kept, inside=False))
+        return _model([replace(self.units[i], activations=0) for i in mine], operations, loss)
 
-def mlp(sizes: Sequence[int], batch: int) -> Sizes:
-    """`nn.MLP(sizes)` and `cross_entropy`, for `batch` examples. Each relu's result is kept, and probabilities."""
+
+def mlp(sizes: Sequence[int], batch: int, tp: int = 1) -> Sizes:
+    """`nn.MLP(sizes)` and `cross_entropy`, for `batch` examples. Each relu's result is kept, and probabilities.
+
+    With `tp`, the slices of one of so many tensor-parallel ranks.
+    """
     if len(sizes) < 2 or min(*sizes, batch) < 1:
         raise ValueError(f"an MLP needs an input and an output size, and a batch, all at least 1, not {sizes}, {batch}")
-    units, operations = [], []
+    units, operations, pieces = [], [], []
     for i, (inputs, outputs) in enumerate(itertools.pairwise(sizes)):
+        pair = i + i % 2 < len(sizes) - 2 or i % 2 == 1  # the last one of an odd number is whole
+        column, row = (tp if pair and i % 2 == 0 else 1), (tp if pair and i % 2 == 1 else 1)
+        _divides(tp if pair else 1, (outputs, inputs)[i % 2], "outputs" if column > 1 else "inputs")
+        inputs, outputs = inputs // row, outputs // column
         units.append(UnitSize(f"layers.{i}", (inputs * outputs, outputs)))
         x, y = FLOAT * batch * inputs, FLOAT * batch * outputs
+        pieces.append(Piece((i,), x, 0))
         operations.append(Operation(i, 0, forward=y, backward=y + x * (i > 0)))
         if i < len(sizes) - 2:
             operations.append(Operation(i, None, y, y, 2 * y, 2 * y + y // FLOAT, inside=False))  # relu
-    return _model(units, operations, batch, sizes[-1])
+    return _model(units, operations, _loss(batch, sizes[-1]), pieces)
 
 
 def gpt(
@@ -132,8 +170,12 @@ def gpt(
     batch: int,
     time: int | None = None,
     tied: bool = True,
+    tp: int = 1,
 ) -> Sizes:
-    """`nn.GPT` and `cross_entropy`, for `batch` sequences of `time` tokens (None: as many as the context)."""
+    """`nn.GPT` and `cross_entropy`, for `batch` sequences of `time` tokens (None: as many as the context).
+
+    With `tp`, the slices of one of so many tensor-parallel ranks.
+    """
     time = context if time is None else time
     if min(vocab, context, width, heads, layers, batch, time) < 1:
         raise ValueError("a GPT's vocab, context, width, heads, layers, batch and time must be at least 1")
@@ -141,13 +183,15 @@ def gpt(
         raise ValueError(f"a GPT's width must be a multiple of its heads: {width} is none of {heads}")
     if time > context:
         raise ValueError(f"a GPT cannot read {time} tokens in a row with a context of {context}")
-    rows, c = batch * time, width
+    _divides(tp, heads, "attention heads")
+    rows, c, heads = batch * time, width, heads // tp
     s, scale, mask = FLOAT * rows * c, FLOAT * rows, time**2  # bytes of (B, T, C), of (B, T, 1), of bools (T, T)
     a = FLOAT * batch * heads * time**2  # (B, H, T, T)
     kept = a + mask + 8 + FLOAT  # probabilities; where they may not look; a factor; a zero
     head = 0 if tied else layers + 3
-    square = (c * c, c)
-    block = (c, c, c, c, *4 * square, 4 * c * c, 4 * c, 4 * c * c, c)  # norms; query, key, value, out; up, down
+    column, q, total = (c * c // tp, c // tp), s // tp, s * (tp > 1)  # q: bytes of a slice; what an all-reduce takes
+    # norms; query, key, value, out; up, down
+    block = (c, c, c, c, *3 * column, c * c // tp, c, 4 * c * c // tp, 4 * c // tp, 4 * c * c // tp, c)
     units = [
         UnitSize("(root)" if tied else "token", (vocab * c,), root=tied, draw=8),
         UnitSize("position", (context * c,), draw=8),
@@ -158,16 +202,16 @@ def gpt(
     # In a block, its input is alive throughout the forward, and the gradient that passes by throughout the backward.
     inner: tuple[tuple[int | None, int, int, int, int], ...] = (  # parameter, kept, freed, forward, backward
         (0, 2 * s + scale, s + scale, 3 * s + scale, 5 * s),  # norm1
-        (4, s, s, 2 * s, 5 * s),  # query: in the backward, it is the last that needs norm1's result
-        (6, s, 0, 2 * s, 6 * s),  # key
-        (8, s, 0, 2 * s, 5 * s),  # value
-        (None, kept, kept + 2 * s, s + 3 * a + 3 * mask, max(2 * s + 3 * a, 4 * s + a)),  # query @ key, softmax
-        (None, s, s, 3 * s + a, 3 * s + a),  # ... @ value, and the heads joined
-        (10, 0, s, 2 * s + a, 2 * s),  # out, and the first sum
+        (4, q, s, s + q, 3 * s + 2 * q + total),  # query: in the backward, it is the last that needs norm1's result
+        (6, q, 0, s + q, 4 * s + 2 * q),  # key
+        (8, q, 0, s + q, 3 * s + 2 * q),  # value
+        (None, kept, kept + 2 * q, s + 3 * a + 3 * mask, s + max(q + 3 * a, 3 * q + a)),  # query @ key, softmax
+        (None, q, q, s + 2 * q + a, s + 2 * q + a),  # ... @ value, and the heads joined
+        (10, 0, q, 2 * s + a + total, 2 * s),  # out, and the first sum
         (2, 2 * s + scale, s + scale, 4 * s + scale, 5 * s),  # norm2
-        (12, 4 * s, s, 6 * s, 6 * s),  # up
-        (None, 4 * s, 4 * s, 14 * s, 25 * s),  # gelu
-        (14, 0, 4 * s, 3 * s, 5 * s),  # down, and the second sum
+        (12, 4 * q, s, 2 * s + 4 * q, 2 * s + 4 * q + total),  # up
+        (None, 4 * q, 4 * q, 2 * s + 12 * q, s + 24 * q),  # gelu
+        (14, 0, 4 * q, 3 * s + total, s + 4 * q),  # down, and the second sum
     )
     operations = [
         Operation(0, 0, 0, 0, 2 * s, 3 * s, product=False),
@@ -180,17 +224,32 @@ def gpt(
         Operation(layers + 2, 0, 2 * s + scale, s + scale, 3 * s + scale, 4 * s, product=False),
         Operation(head, 0, 0, s, s + logits, s + logits, inside=not tied),
     ]
-    return _model(units, operations, rows, vocab)
+    pieces = [Piece((i,), s, s) for i in range(2, layers + 2)]
+    pieces[0] = replace(pieces[0], units=(0, 1, *pieces[0].units))
+    pieces[-1] = replace(pieces[-1], units=(*pieces[-1].units, *range(layers + 2, len(units))))
+    return _model(units, operations, _loss(rows, vocab), pieces)
 
 
-def _model(units: list[UnitSize], operations: list[Operation], rows: int, classes: int) -> Sizes:
-    """With the activations of each unit, and a loss that keeps probabilities in place of logits, and row numbers."""
+def _divides(tp: int, count: int, what: str) -> None:
+    if tp < 1 or count % tp:
+        raise ValueError(f"tp = {tp} ranks cannot share {count} {what}")
+
+
+def _loss(rows: int, classes: int) -> Operation:
+    """A cross-entropy, which keeps probabilities in place of logits, and row numbers."""
+    logits, numbers = FLOAT * rows * classes, 8 * rows + FLOAT  # ... and the loss itself
+    return Operation(-1, None, logits + numbers, logits + numbers, 2 * logits + numbers, logits)
+
+
+def _model(
+    units: Sequence[UnitSize], operations: Sequence[Operation], loss: Operation, pieces: Sequence[Piece] = ()
+) -> Sizes:
+    """With the activations of each unit."""
     kept: Counter[int] = Counter()
     for operation in operations:
         kept[operation.unit] += operation.kept
-    logits, numbers = FLOAT * rows * classes, 8 * rows + FLOAT  # ... and the loss itself
-    loss = Operation(-1, None, logits + numbers, logits + numbers, 2 * logits + numbers, logits)
-    return Sizes(tuple(replace(unit, activations=kept[i]) for i, unit in enumerate(units)), tuple(operations), loss)
+    units = [replace(unit, activations=kept[i]) for i, unit in enumerate(units)]
+    return Sizes(tuple(units), tuple(operations), loss, tuple(pieces))
 
 
 def sizes_of(engine: Engine, activations: int = 0) -> Sizes:
