@@ -149,7 +149,7 @@ def peaks(
     sizes: Sizes, recipe: Recipe, stage: str, ranks: int, micro_batches: int = 1, first: bool = False
 ) -> dict[str, Terms]:
     """Bytes by term at the largest moment of each phase. `first`: of the first step, which has no moments yet."""
-    replay = _Replay(sizes, recipe, stage, ranks)
+    replay, micro_batches = _Replay(sizes, recipe, stage, ranks), max(micro_batches, min(sizes.micro_batches, 2))
     replay.build()
     for _ in range(1 if first else 2):
         for phase in PHASES[1:]:
@@ -158,6 +158,8 @@ def peaks(
             replay.forward()
             replay.backward()
         replay.step()
+    for phase in PHASES[1:3]:  # others wait for their backward, in a pipeline
+        replay.highest[phase]["activations"] += (sizes.live - 1) * sizes.activations * recipe.wide // FLOAT
     return replay.highest
 
 

@@ -2,6 +2,7 @@
 
     python -m minizero plan --params 13e9 --ranks 8 --device-memory 80GB
     python -m minizero plan --gpt layers=32,width=4096,heads=32,vocab=50257,time=2048,batch=1 --ranks 2,8,200
+    python -m minizero plan --params 13e9 --dp 2 --pp 2 --tp 2          # a part of the model: see plan_mesh.py
 
 The numbers are plan.py's. `collect` puts them in one dictionary, which is what --json prints; `lines` writes that
 dictionary for people. Every number has a unit: GB is 10^9 bytes, GiB is 2^30.
@@ -17,7 +18,7 @@ from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
 
-from . import plan
+from . import plan, plan_mesh
 from .plan import STAGES, Recipe, at_rest, format_bytes, peaks, traffic
 from .sizes import FLOAT, Sizes
 
@@ -37,7 +38,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--params", metavar="N", help="how many parameters: 13e9, 13B, 350M")
     model.add_argument("--gpt", metavar="KEY=N,...", help=f"a GPT: {', '.join(GPT_KEYS)}")
-    parser.add_argument("--ranks", default="8", metavar="N,...", help="how many ranks there are, as 8 or 2,8,200 (8)")
+    parser.add_argument("--ranks", metavar="N,...", help="how many ranks there are, as 8 or 2,8,200 (8)")
+    plan_mesh.add_options(parser)
     parser.add_argument(
         "--dtype", default="bfloat16", help=f"of weights and gradients: {', '.join(plan.WIDTHS)} (bfloat16)"
     )
@@ -91,8 +93,9 @@ def collect(options: argparse.Namespace) -> Figures:
     """All figures of a plan, in bytes. Raises ValueError for what cannot be planned, in one sentence."""
     recipe = Recipe(options.dtype, options.optimizer, options.master)
     gpt = parse_gpt(options.gpt) if options.gpt is not None else None
-    sizes = plan.gpt(**gpt) if gpt else None
-    parameters = sizes.parameters if sizes else parse_count(options.params)
+    mesh = plan_mesh.parse(options)
+    sizes = mesh.part(gpt, recipe) if gpt else None
+    parameters = sizes.parameters if sizes else mesh.share(parse_count(options.params))
     device = plan.parse_bytes(options.device_memory) if options.device_memory is not None else None
     if device is not None and device < 1:
         raise ValueError(f"--device-memory {options.device_memory}: must be more than nothing")
@@ -104,24 +107,26 @@ def collect(options: argparse.Namespace) -> Figures:
         "master": recipe.master,
         "bytes_per_parameter": per_parameter,
         "device_memory": device,
+        "mesh": mesh.figures(sizes, gpt, recipe),
     }
     if sizes and gpt:
         unit = sizes.largest
         figures["gpt"] = gpt
-        figures["activations"] = sizes.activations * recipe.wide // FLOAT
+        figures["activations"] = sizes.live * sizes.activations * recipe.wide // FLOAT
         figures["largest_unit"] = {
             "name": unit.name,
             "parameters": unit.elements,
             "bytes": unit.elements * recipe.weight,
             "cast": max(unit.parameters) * recipe.wide * (recipe.wide > recipe.weight),
         }
-    plans = [_on(ranks, sizes, parameters, recipe, device) for ranks in parse_ranks(options.ranks)]
+    ranks = [mesh.dp] if mesh.given else parse_ranks(options.ranks or "8")
+    plans = [_on(n, sizes, parameters, recipe, device, mesh.micro_batches) for n in ranks]
     apart = f"dropout's masks, {OUTSIDE}" if sizes else f"activations, {BUFFERS}, padding, {OUTSIDE}"
     return {**figures, "plans": plans, "not_counted": apart}
 
 
-def _on(ranks: int, sizes: Sizes | None, parameters: int, recipe: Recipe, device: int | None) -> Figures:
-    """The figures for one number of ranks."""
+def _on(ranks: int, sizes: Sizes | None, parameters: int, recipe: Recipe, device: int | None, k: int) -> Figures:
+    """The figures for one number of ranks that do the same, on other data."""
     stages: dict[str, Figures] = {}
     trained = sizes.parameters + plan.padding(sizes, ranks) if sizes else parameters
     for stage in STAGES:
@@ -135,7 +140,7 @@ def _on(ranks: int, sizes: Sizes | None, parameters: int, recipe: Recipe, device
             "bytes_per_parameter": _whole(total / parameters),
             "factor": sum(at_rest(sizes or parameters, recipe, "DP", ranks).values()) / total,
             "floor": floor * parameters,
-            "sent_per_step": _whole(traffic(stage) * recipe.weight * trained * (ranks - 1) / ranks),
+            "sent_per_step": _whole(traffic(stage, k) * recipe.weight * trained * (ranks - 1) / ranks),
         }
         if sizes:
             moments = peaks(sizes, recipe, stage, ranks)
@@ -189,10 +194,12 @@ def lines(figures: Figures, device: str | None) -> Iterator[str]:
     master = ", float32 master copy" if figures["master"] and figures["dtype"] == "bfloat16" else ""
     yield (f"{figures['parameters']:,} parameters in {figures['dtype']}, {OPTIMIZERS[figures['optimizer']]}{master}: "
            f"{' + '.join(map(str, each))} = {sum(each)} bytes each")  # fmt: skip
+    yield from plan_mesh.lines(figures)
     if "gpt" in figures:
         gpt, unit = figures["gpt"], figures["largest_unit"]
-        time = gpt.get("time") or gpt["context"]
-        yield (f"activations: {format_bytes(figures['activations'])} for {gpt['batch']} x {time:,} tokens, "
+        time, live = gpt.get("time") or gpt["context"], figures["mesh"]["live"]
+        times = f"{live} times " * (live > 1)
+        yield (f"activations: {format_bytes(figures['activations'])} for {times}{gpt['batch']} x {time:,} tokens, "
                "the same in every stage")  # fmt: skip
         text = f"largest unit: {unit['name']}, {unit['parameters']:,} parameters, {format_bytes(unit['bytes'])} whole"
         if unit["cast"]:
@@ -208,7 +215,11 @@ def lines(figures: Figures, device: str | None) -> Iterator[str]:
     yield ""
     yield "as N grows: what is left of the total on ever more ranks"
     psi = format_bytes(figures["parameters"] * each[0])
-    yield f"sent: by a rank per step of one micro-batch, 2, 3, 2, 3 Ψ(N-1)/N with Ψ = {psi}, all weights"
+    k = figures["mesh"]["micro_batches"]
+    formulas = ", ".join(str(traffic(stage, k)) for stage in STAGES)
+    of = "one micro-batch" if k == 1 else f"{k} micro-batches, each reduced as it finishes"
+    yield f"sent: by a rank per step of {of}, {formulas} Ψ(N-1)/N with Ψ = {psi}, all weights"
+    yield from plan_mesh.traffic_lines(figures)
     if len(plans) > 1:
         yield from _by_ranks(plans, scale)
     if "gpt" in figures:

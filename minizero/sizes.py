@@ -86,12 +86,16 @@ class Sizes:
     """A model: its units in order of use, its operations in order of the forward, and the loss after them.
 
     Where no operations are given, each parameter is multiplied by once; a root's also looked up in the beginning.
+    pieces: what a pipeline may cut between. micro_batches: backwards per step; live: those of them whose
+    activations are kept at the same time.
     """
 
     units: tuple[UnitSize, ...]
     operations: tuple[Operation, ...] = ()
     loss: Operation = Operation(-1)
     pieces: tuple[Piece, ...] = ()
+    micro_batches: int = 1
+    live: int = 1
 
     @property
     def parameters(self) -> int:
@@ -99,7 +103,7 @@ class Sizes:
 
     @property
     def activations(self) -> int:
-        """Bytes that are kept when the backward begins (twice as many in float64)."""
+        """Bytes of one micro-batch that are kept when its backward begins (twice as many in float64)."""
         return sum(unit.activations for unit in self.units) + self.loss.kept
 
     @property
@@ -118,8 +122,8 @@ class Sizes:
                 again += [Operation(i, j, inside=False)] if unit.root else []
         return found + again
 
-    def stage(self, stage: int, stages: int) -> Sizes:
-        """The part of the model that a stage of a pipeline has, cut as `pipeline.Stage` cuts it."""
+    def stage(self, stage: int, stages: int, micro_batches: int = 1) -> Sizes:
+        """The part of the model that a stage of a pipeline has, cut as `pipeline.Stage` cuts it; under 1F1B."""
         if not 1 <= stages <= len(self.pieces):
             raise ValueError(f"a model of {len(self.pieces)} pieces cannot be cut in a pipeline of {stages} stages")
         first, stop = (len(self.pieces) * i // stages for i in (stage, stage + 1))
@@ -135,7 +139,8 @@ class Sizes:
         if stage < stages - 1:
             kept, loss = self.pieces[stop - 1].sent, Operation(-1)
             operations.append(Operation(len(mine) - 1, None, kept, kept, kept, kept, inside=False))
-        return _model([replace(self.units[i], activations=0) for i in mine], operations, loss)
+        part = _model([replace(self.units[i], activations=0) for i in mine], operations, loss)
+        return replace(part, micro_batches=micro_batches, live=min(stages - stage, micro_batches))
 
 
 def mlp(sizes: Sequence[int], batch: int, tp: int = 1) -> Sizes:

@@ -4,6 +4,7 @@
     ... user.py, nn.py Module.__call__, functional.py relu                                   -> activations
     ... user.py, engine.py Engine.step, optim.py Optimizer.init                              -> optimizer
     ... user.py, zero3.py Zero3.gather, flat.py Unit.blank                                   -> vector: of a unit
+    ... user.py, pipeline.py Pipeline.receive_activation, point.py receive                   -> activations
 
 The innermost line inside this package decides, and whether a backward runs. What a unit's vector is for, its engine
 knows: it may keep it, as weights or gradients, or it is passing.
@@ -18,7 +19,7 @@ from pathlib import Path
 from . import allocator
 
 HERE = str(Path(__file__).parent)
-OPERATIONS = {f"{HERE}/{name}.py" for name in ("functional", "operation", "nn", "autograd")}
+OPERATIONS = {f"{HERE}/{name}.py" for name in ("functional", "operation", "nn", "autograd", "tensor_parallel")}
 
 
 class Source:
@@ -65,7 +66,9 @@ class Source:
         if f"{HERE}/{file}.py" in OPERATIONS:
             passing = function == "value" or any(pair == ("autograd", "backward") for pair in ours)
             return "temporary" if passing else "activations"
-        return "temporary" if file in ("comm", "agreement") else "vector"
+        if ("pipeline", "Pipeline.receive_activation") in ours:
+            return "activations"
+        return "temporary" if file in ("comm", "point", "agreement", "pipeline") else "vector"
 
 
 term_of = Source().term

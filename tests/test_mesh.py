@@ -132,7 +132,7 @@ def test_a_schedule_prints_and_one_that_cannot_end_is_named() -> None:
     assert rows == ["F0 F1 · B0 F2 B1 F3 B2 · B3", "· F0 B0 F1 B1 F2 B2 F3 B3 ·"]
 
     def knotted(stage: int, stages: int, k: int) -> list[Do]:
-        return [gpipe, lambda *_: [Do("F", 0), Do("B", 0), Do("F", 1), Do("B", 1)]][1 - stage](stage, stages, k)
+        return gpipe(stage, stages, k) if stage else [Do("F", 0), Do("B", 0), Do("F", 1), Do("B", 1)]
 
     with pytest.raises(ValueError, match="for ever these wait: B0 of stage 0, F1 of stage 1"):
         timeline(knotted, 2, 2)
