@@ -43,10 +43,12 @@ except (ImportError, RuntimeError) as error:
     ) from None
 
 OPERATIONS = ("exchange", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "control", "gather_parameters")
-DTYPES = ["other", *backend.DTYPES, "float16", "uint8", "uint16", "uint32", "uint64", "int32", "int64"]
-DTYPE_NUMBER = {np.dtype(name): i for i, name in enumerate(DTYPES) if i}
+DTYPES = [
+    *backend.DTYPES, "float16", "float8_e4m3fn", "float8_e5m2", "complex64", "complex128", "bool",
+    "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+]  # fmt: skip
+DTYPE_NUMBER = {np.dtype(name): number for number, name in enumerate(DTYPES)}
 LEFT, FAILED, FIRST_TAG = 0, 1, 2  # tags on our communicators; from FIRST_TAG on: what is being done
-WORLD_LEFT, WORLD_HELLO = 32_767, 32_766  # tags on MPI's communicators: the largest that every MPI allows
 LARGEST = 2**30  # bytes in one message: older MPIs count to 2^31
 PAUSE = 50e-6  # seconds between two looks for a message, where there are more ranks than cores
 MEND = (
@@ -81,14 +83,13 @@ class Communicator:
 
     def __init__(self, mpi: MPI.Comm | None = None) -> None:
         self._check_launcher()
-        parent = MPI.COMM_WORLD if mpi is None else mpi
-        self._meet(parent)
-        node = parent.Split_type(MPI.COMM_TYPE_SHARED)
+        ours = self._meet(MPI.COMM_WORLD if mpi is None else mpi)
+        node = ours.Split_type(MPI.COMM_TYPE_SHARED)
         self.local_rank, self.local_size = node.rank, node.size
         node.Free()
         self.device = backend.use_device(self.local_rank)
         self._crowded = self.local_size > (os.cpu_count() or 1)  # more ranks than cores
-        self._own(parent.Dup())
+        self._own(ours)
 
     def _own(self, mpi: MPI.Comm) -> None:
         self.mpi, self.rank, self.size = mpi, mpi.rank, mpi.size
@@ -125,10 +126,13 @@ class Communicator:
         """
         if self._broken:
             raise CollectiveError(self._broken)
+        dtype = DTYPE_NUMBER.get(send.dtype)
+        if dtype is None:
+            raise TypeError(f"{self._operation}: dtype {send.dtype} is not sent: use one of {', '.join(DTYPES)}")
         outgoing, incoming = self._to_mpi(send), self._to_mpi(recv)
         if not incoming.flags.writeable or np.may_share_memory(outgoing, incoming):
             raise ValueError(f"{self._operation}: the array to receive into is read-only or overlaps the one to send")
-        tag, largest = self._tag + DTYPE_NUMBER.get(send.dtype, 0), max(outgoing.size, incoming.size)
+        tag, largest = self._tag + dtype, max(outgoing.size, incoming.size)
         self.traffic[self._operation] += outgoing.size
         if largest <= LARGEST:
             self._swap(outgoing, incoming, tag)
@@ -209,7 +213,7 @@ class Communicator:
         rest, dtype = divmod(tag - FIRST_TAG, len(DTYPES))
         unit, operation = divmod(rest, len(OPERATIONS))
         name = self._names[unit - 1] if 0 < unit <= len(self._names) else f"unit {unit - 1}"
-        return OPERATIONS[operation] + (f" of {name}" if unit else "") + (f" ({DTYPES[dtype]})" if dtype else "")
+        return OPERATIONS[operation] + (f" of {name}" if unit else "") + f" ({DTYPES[dtype]})"
 
     def _disagree(self, departure: MPI.Request, mine: int, wanted: int, status: MPI.Status) -> NoReturn:
         """Raise for a message that is not the expected one, after telling the right neighbour."""
@@ -234,16 +238,15 @@ class Communicator:
         raise CollectiveError(self._broken)
 
     @staticmethod
-    def _meet(mpi: MPI.Comm) -> None:
-        """Wait for all others before a collective call of MPI, which would wait for ever for one that has ended."""
-        hellos = [mpi.Isend([b"", MPI.BYTE], rank, WORLD_HELLO) for rank in range(mpi.size)]
-        for rank, number in enumerate(mpi.group.Translate_ranks(None, MPI.COMM_WORLD.group)):
-            while not mpi.Iprobe(rank, WORLD_HELLO):
-                if MPI.COMM_WORLD.Iprobe(number, WORLD_LEFT):
+    def _meet(mpi: MPI.Comm) -> MPI.Comm:
+        """A duplicate of `mpi`, for which all its ranks must come here. Raises where one of them has ended."""
+        ours, made = mpi.Idup()
+        while not made.Test():
+            for number in mpi.group.Translate_ranks(None, MPI.COMM_WORLD.group) if _opened.Test() else ():
+                if _hall.Iprobe(number, LEFT):
                     raise CollectiveError(f"rank {number} ended its program before it made its Communicator")
-                time.sleep(0.0005)
-            mpi.Recv([bytearray(0), MPI.BYTE], rank, WORLD_HELLO)
-        MPI.Request.Waitall(hellos)
+            time.sleep(0.0005)
+        return ours
 
     @staticmethod
     def _check_launcher() -> None:
@@ -277,18 +280,19 @@ def _drain(mpi: MPI.Comm) -> int:
 
 def _farewell() -> None:
     """At exit: say LEFT to whoever may wait for this rank, and stay until all that may say it have done so."""
-    world = MPI.COMM_WORLD
     if MPI.Is_finalized():
         return
-    others = set(range(world.size)) - {world.rank}
-    said = [world.Isend([b"", MPI.BYTE], rank, WORLD_LEFT) for rank in others]
+    while not _opened.Test():  # until every rank has imported this file
+        time.sleep(0.001)
+    others = set(range(_hall.size)) - {_hall.rank}
+    said = [_hall.Isend([b"", MPI.BYTE], rank, LEFT) for rank in others]
     said += [mpi.Isend([b"", MPI.BYTE], (mpi.rank + 1) % mpi.size, LEFT) for mpi in _rings]
     while others or _awaited or not MPI.Request.Testall(said):
         for mpi in list(_awaited):
             _drain(mpi)
         for rank in list(others):
-            if world.Iprobe(rank, WORLD_LEFT):
-                world.Recv([bytearray(0), MPI.BYTE], rank, WORLD_LEFT)
+            if _hall.Iprobe(rank, LEFT):
+                _hall.Recv([bytearray(0), MPI.BYTE], rank, LEFT)
                 others.remove(rank)
         time.sleep(0.001)
 
@@ -317,7 +321,10 @@ def _initialise() -> None:
 
 if not MPI.Is_initialized():
     _initialise()
+_hall, _opened = MPI.COMM_WORLD.Idup()  # ours alone: a message of ours must not answer a receive of the user's
 if MPI.COMM_WORLD.size > 1:
     sys.excepthook = abort
     threading.excepthook = lambda args: abort(*args[:3])
     atexit.register(_farewell)
+else:
+    _opened.Wait()

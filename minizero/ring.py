@@ -20,13 +20,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from .backend import Array
+from .backend import Array, xp
 from .comm import Communicator
 from .optim import add
 
 
 def chunks(vector: Array, n: int) -> list[Array]:
     """The n equal chunks of a vector, as views. Raises ValueError where they cannot be equal."""
+    if type(vector) not in (xp.ndarray, np.ndarray, np.memmap):  # a masked array, say, adds in its own way
+        raise TypeError(f"a ring needs an array of {xp.__name__}, not {type(vector).__name__}")
     if vector.ndim != 1 or vector.size % n:
         raise ValueError(
             f"a ring of {n} ranks needs a vector of a multiple of {n} elements, got shape {vector.shape}: pad it"
