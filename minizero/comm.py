@@ -23,7 +23,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -68,11 +68,12 @@ class CollectiveError(RuntimeError):
 class Communicator:
     """The ranks that train together, in a ring.
 
-    Collective: all ranks of `mpi` must make one. Each takes its device (rank on its node mod devices).
+    Collective: all ranks of `mpi` must make one. Each takes its device (rank on its node mod devices). Every rank
+    of the job must import minizero, also one that trains nothing: at exit, all wait for all.
 
     Args:
-        mpi: an mpi4py communicator; MPI.COMM_WORLD where it is left out. A duplicate is used, so that other
-            messages of yours cannot be mistaken for ours.
+        mpi: an mpi4py communicator; MPI.COMM_WORLD where it is left out. A duplicate is used, so that
+            messages of yours and ours cannot be mistaken for each other.
 
     Attributes:
         rank, size: this rank's number in the ring, and N, the number of ranks.
@@ -126,18 +127,19 @@ class Communicator:
         """
         if self._broken:
             raise CollectiveError(self._broken)
-        dtype = DTYPE_NUMBER.get(send.dtype)
-        if dtype is None:
-            raise TypeError(f"{self._operation}: dtype {send.dtype} is not sent: use one of {', '.join(DTYPES)}")
+        tag = self._tag + number_of(send.dtype)
         outgoing, incoming = self._to_mpi(send), self._to_mpi(recv)
         if not incoming.flags.writeable or np.may_share_memory(outgoing, incoming):
             raise ValueError(f"{self._operation}: the array to receive into is read-only or overlaps the one to send")
-        tag, largest = self._tag + dtype, max(outgoing.size, incoming.size)
+        largest = max(outgoing.size, incoming.size)
+        if largest >= LARGEST and outgoing.size != incoming.size:
+            raise ValueError(f"{self._operation}: {outgoing.size} bytes to send, {incoming.size} to receive: "
+                             f"from {LARGEST} bytes on, both must be the same")  # fmt: skip
         self.traffic[self._operation] += outgoing.size
-        if largest <= LARGEST:
+        if largest < LARGEST:
             self._swap(outgoing, incoming, tag)
-        else:
-            for at in range(0, largest, LARGEST):
+        else:  # in pieces; one that is shorter, maybe empty, is the last: ranks that differ by whole pieces notice
+            for at in range(0, largest + 1, LARGEST):
                 self._swap(outgoing[at : at + LARGEST], incoming[at : at + LARGEST], tag)
         if not isinstance(recv, np.ndarray):
             recv.view(np.uint8).reshape(-1).set(incoming)
@@ -260,6 +262,14 @@ class Communicator:
             )
 
 
+def number_of(dtype: np.dtype[Any]) -> int:
+    """What stands for `dtype` in a tag. Raises TypeError for what ranks do not send."""
+    number = DTYPE_NUMBER.get(dtype)
+    if number is None:
+        raise TypeError(f"arrays of dtype {dtype} are not sent between ranks, only of {', '.join(DTYPES)}")
+    return number
+
+
 def launched_ranks() -> int:
     """How many processes the launcher says it has started, by its environment variables; 1 if it says nothing."""
     variables = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
@@ -303,9 +313,11 @@ def abort(kind: type[BaseException], error: BaseException | None, trace: Traceba
         return
     world = MPI.COMM_WORLD
     lines = "".join(traceback.format_exception(kind, error, trace)).splitlines()
-    sys.stdout.flush()
-    sys.stderr.write("".join(f"[rank {world.rank}/{world.size}] {line}\n" for line in lines))  # at once: nobody cuts in
-    sys.stderr.flush()
+    with suppress(OSError, ValueError):  # closed, or nobody reads it any more
+        sys.stdout.flush()
+    with suppress(OSError, ValueError):
+        sys.stderr.write("".join(f"[rank {world.rank}/{world.size}] {line}\n" for line in lines))  # nobody cuts in
+        sys.stderr.flush()
     time.sleep(0.2)  # launchers end the job at once: let them first pass on what was written
     world.Abort(1)
     os._exit(1)  # where Abort returns, we would say LEFT before the launcher has ended us

@@ -343,8 +343,8 @@ def cross_entropy(logits: Operand, targets: Operand) -> Tensor:
 
 @operation
 def mse_loss(prediction: Operand, target: Operand) -> Tensor:
-    """Mean of the squared differences, of equal shapes."""
+    """Mean of the squared differences, of equal shapes; 0 if empty."""
     prediction, target = tensor(prediction), tensor(target)
     if prediction.shape != target.shape:
         raise ValueError(f"mse_loss: shapes {prediction.shape} and {target.shape} differ")
-    return mean(pow(sub(prediction, target), 2))
+    return (mean if prediction.size else sum)(pow(sub(prediction, target), 2))
