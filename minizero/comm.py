@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import atexit
 import copy
+import math
 import os
+import signal
 import sys
 import threading
 import time
@@ -24,7 +26,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 import mpi4py
@@ -57,6 +59,7 @@ MEND = (
 )
 PATIENCE = 5.0  # seconds that a rank which failed waits for the news to come round
 
+_interrupted = -math.inf  # when Ctrl-C came last
 _rings: list[MPI.Comm] = []  # our communicators: at exit, LEFT goes to the right neighbour in each ...
 _awaited: list[MPI.Comm] = []  # ... and is awaited in these, where the left neighbour has not said it yet
 
@@ -308,19 +311,30 @@ def _farewell() -> None:
 
 
 def abort(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
-    """Print the traceback, each line with this rank's number, and end the whole job."""
+    """Print the traceback, each line with this rank's number, and end the whole job. Of Ctrl-C, only that it came."""
     if kind is SystemExit:  # which ends a thread, and nothing else
         return
-    world = MPI.COMM_WORLD
+    world, interrupted = MPI.COMM_WORLD, issubclass(kind, KeyboardInterrupt)
     lines = "".join(traceback.format_exception(kind, error, trace)).splitlines()
+    if interrupted:
+        time.sleep(1.0 if world.rank else 0)  # all ranks hear of it, and rank 0 speaks for them
+        lines = ["interrupted"]
     with suppress(OSError, ValueError):  # closed, or nobody reads it any more
         sys.stdout.flush()
     with suppress(OSError, ValueError):
         sys.stderr.write("".join(f"[rank {world.rank}/{world.size}] {line}\n" for line in lines))  # nobody cuts in
         sys.stderr.flush()
     time.sleep(0.2)  # launchers end the job at once: let them first pass on what was written
-    world.Abort(1)
+    world.Abort(130 if interrupted else 1)
     os._exit(1)  # where Abort returns, we would say LEFT before the launcher has ended us
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Ctrl-C reaches a rank twice, from the terminal and from the launcher: once is enough."""
+    global _interrupted
+    before, _interrupted = _interrupted, time.monotonic()
+    if _interrupted - before > 1:
+        raise KeyboardInterrupt
 
 
 def _initialise() -> None:
@@ -336,6 +350,8 @@ if not MPI.Is_initialized():
 _hall, _opened = MPI.COMM_WORLD.Idup()  # ours alone: a message of ours must not answer a receive of the user's
 if MPI.COMM_WORLD.size > 1:
     sys.excepthook = abort
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
     threading.excepthook = lambda args: abort(*args[:3])
     atexit.register(_farewell)
 else:

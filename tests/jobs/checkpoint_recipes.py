@@ -24,13 +24,14 @@ def gpt() -> nn.Module:
 
 
 class Mixed(nn.Module):
-    """float32, float64, bfloat16 and frozen parameters, some of them empty, in units that no N of the tests divides."""
+    """float32, float64, bfloat16, frozen, unused and empty parameters, in units that no N of the tests divides."""
 
     seed = 5
 
     def __init__(self) -> None:
         self.first = nn.Linear(CONTEXT, 7, dtype="float32")
         self.rest = {"norm": nn.LayerNorm(7), "drop": nn.Dropout(0.25), "last": nn.Linear(7, VOCAB, dtype="bfloat16")}
+        self.unused = nn.Linear(1, 3, dtype="float64")
         self.scale = nn.Parameter((), nn.constant(1.5), dtype="float64")
         self.empty = nn.Parameter((0, 3), nn.constant(1))
         self.fixed = nn.Parameter((5,), nn.normal(1), requires_grad=False)

@@ -300,7 +300,11 @@ def directories_are_kept_in_the_order_of_saving() -> None:
     other.load(where / "fork")
     other.save(where, keep_last=2)
     assert sorted(p.name for p in where.iterdir()) == ["fork", "latest", "step-2", "step-4"]
-    fresh(mz.DataParallel).load(where)
+    step(other)
+    other.save(where, keep_last=2)  # the two that were saved last
+    assert sorted(p.name for p in where.iterdir()) == ["fork", "latest", "step-2", "step-3"]
+    other.load(where / "fork")
+    other.save(where)
     assert (where / "latest").read_text() == "step-2"
 
 
