@@ -12,6 +12,7 @@ whether one of them is bad, has to be asked beyond it.
 from __future__ import annotations
 
 import math
+import mmap
 import zlib
 from typing import TYPE_CHECKING, Any
 
@@ -84,8 +85,8 @@ def shares(engine: Engine) -> dict[Unit, tuple[slice, bool]]:
     trained = [unit for unit in engine.units if unit.trainable]
     parts, counts = [], []
     for unit in trained:
-        probe = np.empty(unit.length, np.uint8)  # never filled: where in it `mine` is, is all that is asked
-        mine = engine.mine(unit, probe)
+        probe = np.frombuffer(mmap.mmap(-1, unit.length + 1), np.uint8, unit.length)  # addresses, and no memory:
+        mine = engine.mine(unit, probe)  # where in it the answer lies is all that is asked
         first, step = mine.ctypes.data - probe.ctypes.data, mine.strides[0]
         parts.append(slice(first, first + step * mine.size, step) if mine.size else slice(0, 0, 1))
         counts.append(mine.size)

@@ -119,6 +119,7 @@ def load(engine: Engine, path: str | Path) -> Any:
                                   f"checksums differ, the first of block {wrong[0]}")  # fmt: skip
 
     for unit in engine.units:
+        unit.version += 1
         if unit.trainable and state["steps"] == 0:
             unit.state = None
         elif unit.trainable and unit.state is None:

@@ -16,15 +16,17 @@ from __future__ import annotations
 
 import atexit
 import copy
+import math
 import os
+import signal
 import sys
 import threading
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from types import TracebackType
+from contextlib import contextmanager, suppress
+from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 import mpi4py
@@ -44,10 +46,12 @@ except (ImportError, RuntimeError) as error:
 
 OPERATIONS = ("exchange", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "control", "gather_parameters",
               "pipeline")  # fmt: skip
-DTYPES = ["other", *backend.DTYPES, "float16", "uint8", "uint16", "uint32", "uint64", "int32", "int64"]
-DTYPE_NUMBER = {np.dtype(name): i for i, name in enumerate(DTYPES) if i}
+DTYPES = [
+    *backend.DTYPES, "float16", "float8_e4m3fn", "float8_e5m2", "complex64", "complex128", "bool",
+    "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+]  # fmt: skip
+DTYPE_NUMBER = {np.dtype(name): number for number, name in enumerate(DTYPES)}
 LEFT, FAILED, FIRST_TAG = 0, 1, 2  # tags on our communicators; from FIRST_TAG on: what is being done
-WORLD_LEFT, WORLD_HELLO = 32_767, 32_766  # tags on MPI's communicators: the largest that every MPI allows
 LARGEST = 2**30  # bytes in one message: older MPIs count to 2^31
 PAUSE = 50e-6  # seconds between two looks for a message, where there are more ranks than cores
 MEND = (
@@ -56,6 +60,7 @@ MEND = (
 )
 PATIENCE = 5.0  # seconds that a rank which failed waits for the news to come round
 
+_interrupted = -math.inf  # when Ctrl-C came last
 _rings: list[MPI.Comm] = []  # our communicators: at exit, LEFT goes to the right neighbour in each ...
 _awaited: list[MPI.Comm] = []  # ... and is awaited in these, where the left neighbour has not said it yet
 
@@ -67,11 +72,12 @@ class CollectiveError(RuntimeError):
 class Communicator:
     """The ranks that train together, in a ring.
 
-    Collective: all ranks of `mpi` must make one. Each takes its device (rank on its node mod devices).
+    Collective: all ranks of `mpi` must make one. Each takes its device (rank on its node mod devices). Every rank
+    of the job must import minizero, also one that trains nothing: at exit, all wait for all.
 
     Args:
-        mpi: an mpi4py communicator; MPI.COMM_WORLD where it is left out. A duplicate is used, so that other
-            messages of yours cannot be mistaken for ours.
+        mpi: an mpi4py communicator; MPI.COMM_WORLD where it is left out. A duplicate is used, so that
+            messages of yours and ours cannot be mistaken for each other.
 
     Attributes:
         rank, size: this rank's number in the ring, and N, the number of ranks.
@@ -82,14 +88,13 @@ class Communicator:
 
     def __init__(self, mpi: MPI.Comm | None = None) -> None:
         self._check_launcher()
-        parent = MPI.COMM_WORLD if mpi is None else mpi
-        self._meet(parent)
-        node = parent.Split_type(MPI.COMM_TYPE_SHARED)
+        ours = self._meet(MPI.COMM_WORLD if mpi is None else mpi)
+        node = ours.Split_type(MPI.COMM_TYPE_SHARED)
         self.local_rank, self.local_size = node.rank, node.size
         node.Free()
         self.device = backend.use_device(self.local_rank)
         self._crowded = self.local_size > (os.cpu_count() or 1)  # more ranks than cores
-        self._own(parent.Dup())
+        self._own(ours)
 
     def _own(self, mpi: MPI.Comm) -> None:
         self.mpi, self.rank, self.size = mpi, mpi.rank, mpi.size
@@ -129,15 +134,19 @@ class Communicator:
         """
         if self._broken:
             raise CollectiveError(self._broken)
+        tag = self._tag + number_of(send.dtype)
         outgoing, incoming = self._to_mpi(send), self._to_mpi(recv)
         if not incoming.flags.writeable or np.may_share_memory(outgoing, incoming):
             raise ValueError(f"{self._operation}: the array to receive into is read-only or overlaps the one to send")
-        tag, largest = self._tag + DTYPE_NUMBER.get(send.dtype, 0), max(outgoing.size, incoming.size)
+        largest = max(outgoing.size, incoming.size)
+        if largest >= LARGEST and outgoing.size != incoming.size:
+            raise ValueError(f"{self._operation}: {outgoing.size} bytes to send, {incoming.size} to receive: "
+                             f"from {LARGEST} bytes on, both must be the same")  # fmt: skip
         self.traffic[self._operation] += outgoing.size
-        if largest <= LARGEST:
+        if largest < LARGEST:
             self._swap(outgoing, incoming, tag)
-        else:
-            for at in range(0, largest, LARGEST):
+        else:  # in pieces; one that is shorter, maybe empty, is the last: ranks that differ by whole pieces notice
+            for at in range(0, largest + 1, LARGEST):
                 self._swap(outgoing[at : at + LARGEST], incoming[at : at + LARGEST], tag)
         if not isinstance(recv, np.ndarray):
             recv.view(np.uint8).reshape(-1).set(incoming)
@@ -213,11 +222,12 @@ class Communicator:
         rest, dtype = divmod(tag - FIRST_TAG, len(DTYPES))
         unit, operation = divmod(rest, len(OPERATIONS))
         name = self._names[unit - 1] if 0 < unit <= len(self._names) else f"unit {unit - 1}"
-        return OPERATIONS[operation] + (f" of {name}" if unit else "") + (f" ({DTYPES[dtype]})" if dtype else "")
+        return OPERATIONS[operation] + (f" of {name}" if unit else "") + f" ({DTYPES[dtype]})"
 
-    def _complaint(self, source: int, mine: int, wanted: int, status: MPI.Status) -> str:
-        """What is wrong with a message from `source`, or that it has left, while this rank is at tag `mine`."""
+    def _complaint(self, source: int, mine: int, wanted: int | None, status: MPI.Status) -> str:
+        """What is wrong with a message from `source`, while this rank is at tag `mine`. (None: any size and dtype.)"""
         other, me, doing = f"rank {self._job[source]}", f"rank {self._job[self.rank]}", self._doing(mine)
+        doing = doing if wanted is not None else doing.rsplit(" (", 1)[0]
         theirs, got = status.Get_tag(), status.Get_count(MPI.BYTE)
         if theirs == FAILED:
             return str(self.mpi.recv(source=source, tag=FAILED))
@@ -241,16 +251,15 @@ class Communicator:
         raise CollectiveError(self._broken)
 
     @staticmethod
-    def _meet(mpi: MPI.Comm) -> None:
-        """Wait for all others before a collective call of MPI, which would wait for ever for one that has ended."""
-        hellos = [mpi.Isend([b"", MPI.BYTE], rank, WORLD_HELLO) for rank in range(mpi.size)]
-        for rank, number in enumerate(mpi.group.Translate_ranks(None, MPI.COMM_WORLD.group)):
-            while not mpi.Iprobe(rank, WORLD_HELLO):
-                if MPI.COMM_WORLD.Iprobe(number, WORLD_LEFT):
+    def _meet(mpi: MPI.Comm) -> MPI.Comm:
+        """A duplicate of `mpi`, for which all its ranks must come here. Raises where one of them has ended."""
+        ours, made = mpi.Idup()
+        while not made.Test():
+            for number in mpi.group.Translate_ranks(None, MPI.COMM_WORLD.group) if _opened.Test() else ():
+                if _hall.Iprobe(number, LEFT):
                     raise CollectiveError(f"rank {number} ended its program before it made its Communicator")
-                time.sleep(0.0005)
-            mpi.Recv([bytearray(0), MPI.BYTE], rank, WORLD_HELLO)
-        MPI.Request.Waitall(hellos)
+            time.sleep(0.0005)
+        return ours
 
     @staticmethod
     def _check_launcher() -> None:
@@ -262,6 +271,14 @@ class Communicator:
                 f"the launcher started {started} processes, but each of them is rank 0 of 1: mpirun (or srun) belongs "
                 f"to another MPI than the library that mpi4py loaded, which is {library}: {MEND}"
             )
+
+
+def number_of(dtype: np.dtype[Any]) -> int:
+    """What stands for `dtype` in a tag. Raises TypeError for what ranks do not send."""
+    number = DTYPE_NUMBER.get(dtype)
+    if number is None:
+        raise TypeError(f"arrays of dtype {dtype} are not sent between ranks, only of {', '.join(DTYPES)}")
+    return number
 
 
 def launched_ranks() -> int:
@@ -284,34 +301,48 @@ def _drain(mpi: MPI.Comm) -> int:
 
 def _farewell() -> None:
     """At exit: say LEFT to whoever may wait for this rank, and stay until all that may say it have done so."""
-    world = MPI.COMM_WORLD
     if MPI.Is_finalized():
         return
-    others = set(range(world.size)) - {world.rank}
-    said = [world.Isend([b"", MPI.BYTE], rank, WORLD_LEFT) for rank in others]
+    while not _opened.Test():  # until every rank has imported this file
+        time.sleep(0.001)
+    others = set(range(_hall.size)) - {_hall.rank}
+    said = [_hall.Isend([b"", MPI.BYTE], rank, LEFT) for rank in others]
     said += [mpi.Isend([b"", MPI.BYTE], (mpi.rank + 1) % mpi.size, LEFT) for mpi in _rings]
     while others or _awaited or not MPI.Request.Testall(said):
         for mpi in list(_awaited):
             _drain(mpi)
         for rank in list(others):
-            if world.Iprobe(rank, WORLD_LEFT):
-                world.Recv([bytearray(0), MPI.BYTE], rank, WORLD_LEFT)
+            if _hall.Iprobe(rank, LEFT):
+                _hall.Recv([bytearray(0), MPI.BYTE], rank, LEFT)
                 others.remove(rank)
         time.sleep(0.001)
 
 
 def abort(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
-    """Print the traceback, each line with this rank's number, and end the whole job."""
+    """Print the traceback, each line with this rank's number, and end the whole job. Of Ctrl-C, only that it came."""
     if kind is SystemExit:  # which ends a thread, and nothing else
         return
-    world = MPI.COMM_WORLD
+    world, interrupted = MPI.COMM_WORLD, issubclass(kind, KeyboardInterrupt)
     lines = "".join(traceback.format_exception(kind, error, trace)).splitlines()
-    sys.stdout.flush()
-    sys.stderr.write("".join(f"[rank {world.rank}/{world.size}] {line}\n" for line in lines))  # at once: nobody cuts in
-    sys.stderr.flush()
+    if interrupted:
+        time.sleep(1.0 if world.rank else 0)  # all ranks hear of it, and rank 0 speaks for them
+        lines = ["interrupted"]
+    with suppress(OSError, ValueError):  # closed, or nobody reads it any more
+        sys.stdout.flush()
+    with suppress(OSError, ValueError):
+        sys.stderr.write("".join(f"[rank {world.rank}/{world.size}] {line}\n" for line in lines))  # nobody cuts in
+        sys.stderr.flush()
     time.sleep(0.2)  # launchers end the job at once: let them first pass on what was written
-    world.Abort(1)
+    world.Abort(130 if interrupted else 1)
     os._exit(1)  # where Abort returns, we would say LEFT before the launcher has ended us
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Ctrl-C reaches a rank twice, from the terminal and from the launcher: once is enough."""
+    global _interrupted
+    before, _interrupted = _interrupted, time.monotonic()
+    if _interrupted - before > 1:
+        raise KeyboardInterrupt
 
 
 def _initialise() -> None:
@@ -324,7 +355,12 @@ def _initialise() -> None:
 
 if not MPI.Is_initialized():
     _initialise()
+_hall, _opened = MPI.COMM_WORLD.Idup()  # ours alone: a message of ours must not answer a receive of the user's
 if MPI.COMM_WORLD.size > 1:
     sys.excepthook = abort
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
     threading.excepthook = lambda args: abort(*args[:3])
     atexit.register(_farewell)
+else:
+    _opened.Wait()

@@ -170,6 +170,7 @@ class Engine:
         for unit in self._trained:
             weights, gradient = self.mine(unit, unit.weights), self.mine(unit, unit.gradient)
             self.optimizer.update(self.steps + 1, weights, gradient, unit.state or {})
+            unit.version += 1
             with self._on(unit):
                 self.publish(unit)
         self.steps += 1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -118,7 +119,11 @@ class Module:
 
     def name_parameters(self) -> None:
         """Tell each parameter its path, and each module that the model's values exist or will be given."""
-        for path, parameter in self.named_parameters():
+        named = list(self.named_parameters())
+        twice = [path for path, times in Counter(path for path, _ in named).items() if times > 1]
+        if twice:
+            raise ValueError(f"two parameters are called {twice[0]}: rename an attribute, or a key of a dict")
+        for path, parameter in named:
             parameter.name = path
         for _, module in self.named_modules():
             module._materialised = True
@@ -207,8 +212,7 @@ class Sequential(Module):
 class Whole:
     """How a model's products are built: each whole. tensor_parallel.py has another kind, which builds slices.
 
-    Two layers that follow each other are a pair. The first is cut by its outputs, the second by its inputs: the
-    columns and the rows of what they multiply by.
+    Two layers in a row are a pair: the first is cut by its outputs, the columns, the second by its inputs, the rows.
     """
 
     def column(self, inputs: int, outputs: int, dtype: Any, init: Init | None = None, enter: bool = True) -> Linear:
@@ -259,9 +263,9 @@ class CausalSelfAttention(Module):
             raise ValueError(f"attention: width {width} is not a multiple of {heads} heads")
         split = split or Whole()
         self.heads, self.size, self.enter = split.heads(heads), width // heads, split.enter()
-        built = (split.column(width, width, dtype, normal(0.02), enter=False) for _ in range(3))
-        self.query, self.key, self.value = built
-        self.out = split.row(width, width, dtype, normal(0.02))
+        init = normal(0.02)
+        self.query, self.key, self.value = (split.column(width, width, dtype, init, enter=False) for _ in range(3))
+        self.out = split.row(width, width, dtype, init)
 
     def forward(self, x: Tensor) -> Tensor:
         b, t, _ = x.shape
@@ -279,9 +283,8 @@ class CausalSelfAttention(Module):
 class Block(Module):
     """One transformer block: attention, then a feed-forward of 4C, each added to its normalised input."""
 
-    def __init__(
-        self, width: int, heads: int, dropout: float = 0.0, dtype: Any = "float32", split: Whole | None = None
-    ) -> None:
+    def __init__(self, width: int, heads: int, dropout: float = 0.0, dtype: Any = "float32",
+                 split: Whole | None = None) -> None:  # fmt: skip
         split = split or Whole()
         self.norm1, self.norm2 = LayerNorm(width, dtype=dtype), LayerNorm(width, dtype=dtype)
         self.attention = CausalSelfAttention(width, heads, dtype, split)
@@ -301,20 +304,9 @@ class GPT(Module):
     `split` builds the linear layers of its blocks.
     """
 
-    def __init__(
-        self,
-        *,
-        vocab: int,
-        context: int,
-        width: int,
-        heads: int,
-        layers: int,
-        tied: bool = True,
-        dropout: float = 0.0,
-        seed: int = 0,
-        dtype: Any = "float32",
-        split: Whole | None = None,
-    ) -> None:
+    def __init__(self, *, vocab: int, context: int, width: int, heads: int, layers: int, tied: bool = True,
+                 dropout: float = 0.0, seed: int = 0, dtype: Any = "float32",
+                 split: Whole | None = None) -> None:  # fmt: skip
         self.seed, self.context = seed, context
         self.token = Embedding(vocab, width, dtype, init=normal(0.02))
         self.position = Embedding(context, width, dtype, init=normal(0.02))
@@ -345,6 +337,8 @@ class GPT(Module):
     def pieces(self) -> list[Piece]:
         """A block each; the first one with the embeddings, the last one with the output."""
         found: list[Piece] = [([f"blocks.{i}"], [block]) for i, block in enumerate(self.blocks)] or [([], [])]
-        found[0] = ["token", "position", *found[0][0]], [self.embed, *found[0][1]]
-        found[-1] = [*found[-1][0], "norm", "head"], [*found[-1][1], self.logits]
+        (first, functions), (last, more) = found[0], found[-1]
+        first[:0], functions[:0] = ["token", "position"], [self.embed]
+        last += ["norm", "head"]
+        more += [self.logits]
         return found

@@ -20,8 +20,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from .autograd import Axis, Operand, Share, Tensor, View, is_floating, operations, record
+from .autograd import Axis, Operand, Share, Tensor, is_floating, operations, record, recording
 from .backend import DTYPES, Array, working, xp
+from .parameter import View
 
 Operation = TypeVar("Operation", bound=Callable[..., Tensor])
 
@@ -32,7 +33,8 @@ def operation(function: Operation) -> Operation:
 
 
 def tensor(x: Operand) -> Tensor:
-    return x if isinstance(x, Tensor) else Tensor(x)
+    """`x` as a Tensor; of an array a copy, if it may have to be remembered."""
+    return x if isinstance(x, Tensor) else Tensor(x) if recording() else Tensor.of(x)
 
 
 def operands(name: str, *given: Operand) -> tuple[list[Tensor], np.dtype[Any]]:
@@ -80,13 +82,16 @@ def made(name: str, result: Array | Tensor, *inputs: tuple[Tensor, Share]) -> Te
     def backward(gradient: Array) -> tuple[Array | None, ...]:
         return tuple(way and unbroadcast(way[0](gradient), way[1]) for way in ways)
 
-    return record(tensor(result), tuple(x for x, _ in inputs), backward, name)
+    out = result if isinstance(result, Tensor) else Tensor.of(result)
+    return record(out, tuple(x for x, _ in inputs), backward, name)
 
 
 def seen(name: str, x: Tensor, look: Callable[[Array], Array], share: Share) -> Tensor:
     """`look(x)`, which copies nothing: of a parameter, a View that looks again at each use."""
     now = look(x.data)
-    return made(name, Tensor(now) if x.parameter is None else View(x, look), (x, share))
+    if not x.requires_grad and x.parameter is None and recording():
+        now = now.copy()  # either may be used and frozen: it must not change through the other
+    return made(name, Tensor.of(now) if x.parameter is None else View(x, look), (x, share))
 
 
 def scatter_add(rows: int, ids: Array, source: Array) -> Array:
@@ -118,8 +123,8 @@ def spread(gradient: Array, shape: tuple[int, ...], axis: Axis, keepdims: bool) 
 
 
 def integers(name: str, what: str, given: Operand, count: int) -> Array:
-    """`given` as an array of integers in [0, count)."""
-    ids = tensor(given).data
+    """`given` as an array of integers in [0, count), a copy that no one else can change."""
+    ids = Tensor(given).data
     if ids.dtype.kind not in "iu":
         raise TypeError(f"{name}: {what} must be integers, not {ids.dtype}")
     low, high = (int(ids.min()), int(ids.max())) if ids.size else (0, -1)

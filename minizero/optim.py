@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -24,15 +25,16 @@ BLOCK = 16_384 if name == "numpy" else 1 << 22  # elements: on a CPU 5 blocks fi
 
 
 class Scratch:
-    """Arrays of one block that are used again and again: `scratch(key, count, dtype)`."""
+    """Arrays of one block that are used again and again, by one thread: `scratch(key, count, dtype)`."""
 
     def __init__(self) -> None:
-        self.arrays: dict[tuple[str, np.dtype[Any]], Array] = {}
+        self.arrays: dict[tuple[str, np.dtype[Any], int], Array] = {}
 
     def __call__(self, key: str, count: int, dtype: np.dtype[Any]) -> Array:
-        if (key, dtype) not in self.arrays:
-            self.arrays[key, dtype] = xp.empty(BLOCK, dtype)
-        return self.arrays[key, dtype][:count]
+        which = key, dtype, get_ident()
+        if which not in self.arrays:
+            self.arrays[which] = xp.empty(BLOCK, dtype)
+        return self.arrays[which][:count]
 
 
 def blocks(size: int) -> Iterator[slice]:
@@ -58,7 +60,7 @@ def add(target: Array, source: Array) -> None:
 
 def divide(target: Array, divisor: float) -> None:
     """target /= divisor, for a vector (n,); bfloat16 is divided in float32 and rounded once."""
-    wide = working(target.dtype)
+    wide, divisor = working(target.dtype), float(divisor)  # a NumPy float64 would compute in float64
     if target.dtype == wide:
         target /= divisor
         return

@@ -27,7 +27,7 @@ import numpy as np
 
 from . import point
 from .autograd import Tensor, no_grad
-from .backend import Array, to_host, xp
+from .backend import to_host, xp
 from .comm import Communicator
 from .engine import Engine
 from .nn import Module
@@ -173,7 +173,7 @@ class Pipeline:
     def run_forward(self, i: int, batch: Sequence[tuple[Any, Any]], examples: int | None) -> None:
         self.engine.noise.at(self.engine.steps, self.start + i)
         facts = [len(batch), i, -1 if examples is None else examples]
-        x = batch[i][0] if self.first else Tensor(self.receive_activation(i, facts), requires_grad=True)
+        x = batch[i][0] if self.first else self.receive_activation(i, facts)
         y = self.engine(x)
         if self.last:
             y = self.loss(y, batch[i][1])
@@ -198,7 +198,7 @@ class Pipeline:
     def __call__(self, x: Any) -> Tensor | None:
         """The whole model's forward, without a backward: the result on the last stage. Collective over the pipeline."""
         with no_grad():
-            y = self.engine(x if self.first else Tensor(self.receive_activation(0, [0, 0, 0])))
+            y = self.engine(x if self.first else self.receive_activation(0, [0, 0, 0]))
         if self.last:
             return y
         self.send_activation(0, y, [0, 0, 0])
@@ -211,7 +211,7 @@ class Pipeline:
         with self.comm.label("pipeline", 2 * i, NAMES):
             point.send(self.comm, xp.ascontiguousarray(y.data), self.comm.rank + 1)
 
-    def receive_activation(self, i: int, facts: list[int]) -> Array:
+    def receive_activation(self, i: int, facts: list[int]) -> Tensor:
         left = self.comm.rank - 1
         with self.comm.label("control", 2 * i, NAMES):
             theirs, shape = np.split(to_host(point.receive(self.comm, left)), [len(facts) + 1])
@@ -222,7 +222,9 @@ class Pipeline:
             point.fail(self.comm, reason)
         self.engine.noise.call = int(theirs[-1])
         with self.comm.label("pipeline", 2 * i, NAMES):
-            return point.receive(self.comm, left).reshape(shape)
+            x = Tensor.of(point.receive(self.comm, left).reshape(shape))
+        x.requires_grad = True
+        return x
 
 
 class _Names(Sequence[str]):

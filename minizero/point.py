@@ -18,8 +18,9 @@ from typing import NoReturn
 
 import numpy as np
 
+from . import comm as rings
 from .backend import Array, xp
-from .comm import DTYPE_NUMBER, DTYPES, FAILED, LARGEST, LEFT, MPI, WORLD_LEFT, CollectiveError, Communicator
+from .comm import DTYPES, FAILED, LARGEST, LEFT, MPI, CollectiveError, Communicator, number_of
 
 GRACE = 0.5  # seconds in which a message may still come from a rank that has said LEFT
 
@@ -30,13 +31,10 @@ def send(comm: Communicator, array: Array, to: int) -> None:
     Raises TypeError for a dtype that has no tag, ValueError for more bytes than one message can have.
     """
     _check(comm)
-    if array.dtype not in DTYPE_NUMBER:
-        raise TypeError(f"send: arrays of {array.dtype} cannot be sent: use one of {', '.join(DTYPES[1:])}")
-    outgoing, tag = comm._to_mpi(array), comm._tag + DTYPE_NUMBER[array.dtype]
+    tag, outgoing = comm._tag + number_of(array.dtype), comm._to_mpi(array)
     if outgoing.size > LARGEST:
         raise ValueError(f"send: {outgoing.size:,} bytes are more than the {LARGEST:,} of one message: send parts")
     comm.traffic[comm._operation] += outgoing.size
-    comm._departures = [each for each in comm._departures if not each[0].Test()]
     comm._departures.append((comm.mpi.Isend([outgoing, MPI.BYTE], to, tag), outgoing))
 
 
@@ -50,8 +48,8 @@ def receive(comm: Communicator, source: int) -> Array:
     status = MPI.Status()
     _wait(comm, source, status)
     dtype = status.Get_tag() - comm._tag
-    if not 0 < dtype < len(DTYPES):
-        fail(comm, comm._complaint(source, comm._tag, 0, status))
+    if not 0 <= dtype < len(DTYPES):
+        fail(comm, comm._complaint(source, comm._tag, None, status))
     incoming = np.empty(status.Get_count(MPI.BYTE), np.uint8)
     arrival = comm.mpi.Irecv([incoming, MPI.BYTE], source, status.Get_tag())
     comm._until(arrival.Wait, arrival.Test)
@@ -72,7 +70,7 @@ def _wait(comm: Communicator, source: int, status: MPI.Status) -> None:
     def come() -> bool:
         if comm.mpi.Iprobe(source, MPI.ANY_TAG, status):
             return True
-        if not left and MPI.COMM_WORLD.Iprobe(comm._job[source], WORLD_LEFT):
+        if not left and rings._opened.Test() and rings._hall.Iprobe(comm._job[source], LEFT):
             left.append(time.monotonic())
         if not left or time.monotonic() < left[0] + GRACE:
             return False
@@ -83,5 +81,7 @@ def _wait(comm: Communicator, source: int, status: MPI.Status) -> None:
 
 
 def _check(comm: Communicator) -> None:
+    """Refuse a broken communicator; let go of what has arrived."""
     if comm._broken:
         raise CollectiveError(comm._broken)
+    comm._departures = [each for each in comm._departures if not each[0].Test()]

@@ -20,17 +20,22 @@ from __future__ import annotations
 
 import numpy as np
 
-from .backend import Array
-from .comm import Communicator
+from .backend import Array, xp
+from .comm import Communicator, number_of
 from .optim import add
 
 
 def chunks(vector: Array, n: int) -> list[Array]:
-    """The n equal chunks of a vector, as views. Raises ValueError where they cannot be equal."""
+    """The n equal chunks of a vector, as views. Raises ValueError where it is not contiguous or they are not equal."""
+    if type(vector) not in (xp.ndarray, np.ndarray, np.memmap):  # a masked array, say, adds in its own way
+        raise TypeError(f"a ring needs an array of {xp.__name__}, not {type(vector).__name__}")
     if vector.ndim != 1 or vector.size % n:
         raise ValueError(
             f"a ring of {n} ranks needs a vector of a multiple of {n} elements, got shape {vector.shape}: pad it"
         )
+    number_of(vector.dtype)  # which refuses what is not sent
+    if not vector.flags.c_contiguous:
+        raise ValueError("a ring needs a vector that is contiguous: pass numpy.ascontiguousarray(...) of it")
     length = vector.size // n
     return [vector[i * length : (i + 1) * length] for i in range(n)]
 
@@ -75,6 +80,7 @@ def broadcast(comm: Communicator, vector: Array) -> Array:
 
     An all-reduce in which all others contribute zero. Adding integers, since those have no -0.0 and no rounding.
     """
+    chunks(vector, comm.size)  # which refuses what cannot go round, before it is overwritten
     if comm.rank > 0:
         bits(vector)[:] = 0
     with comm.label("broadcast"):
@@ -83,5 +89,5 @@ def broadcast(comm: Communicator, vector: Array) -> Array:
 
 
 def bits(vector: Array) -> Array:
-    """The same memory as unsigned integers."""
-    return vector.view(np.dtype(f"uint{8 * vector.dtype.itemsize}"))
+    """The same memory as unsigned integers (two for each complex128)."""
+    return vector.view(np.dtype(f"uint{8 * min(vector.dtype.itemsize, 8)}"))

@@ -134,7 +134,7 @@ def refuse_differences(path: Path, mine: dict[str, Any], theirs: dict[str, Any])
     found = {
         "lacks": [name for name in mine if name not in theirs],
         "also has": [name for name in theirs if name not in mine],
-        "has otherwise": [f"{name} ({' '.join(map(str, theirs[name]))}, here {' '.join(map(str, mine[name]))})"
+        "differs in": [f"{name} ({' '.join(map(str, theirs[name]))}, here {' '.join(map(str, mine[name]))})"
                           for name in mine if name in theirs and mine[name] != theirs[name]],
     }  # fmt: skip
     if any(found.values()):

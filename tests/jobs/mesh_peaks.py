@@ -1,6 +1,6 @@
 """The largest moments of a step on a mesh: measured by the allocator, and as the plan foretells them.
 
-    mpirun -n 4 python tests/jobs/mesh_peaks.py dp pp tp
+mpirun -n 4 python tests/jobs/mesh_peaks.py dp pp tp
 """
 
 import json
