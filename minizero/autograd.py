@@ -83,14 +83,14 @@ class Tensor:
     version = 0  # changes by an engine: see frozen.py
 
     def __init__(self, data: Any, requires_grad: bool = False) -> None:
+        self.requires_grad, self.holders = requires_grad, 0
+        self.grad: Array | None = None
+        self.node: Node | None = None
         self._data: Array = xp.array(data.data if isinstance(data, Tensor) else data)
         if requires_grad and not is_floating(self._data.dtype):
             raise TypeError(f"only floating-point tensors can require gradients, this one is {self._data.dtype}")
         if requires_grad:
             dtype_of(self._data.dtype)
-        self.requires_grad, self.holders = requires_grad, 0
-        self.grad: Array | None = None
-        self.node: Node | None = None
 
     @classmethod
     def of(cls, array: Array) -> Tensor:

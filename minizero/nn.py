@@ -17,7 +17,6 @@ import numpy as np
 from . import functional as F
 from .autograd import Tensor
 from .backend import xp
-from .operation import tensor
 from .parameter import Init as Init
 from .parameter import Parameter as Parameter
 from .parameter import constant as constant
@@ -323,7 +322,7 @@ class GPT(Module):
         return self.logits(x)
 
     def embed(self, tokens: Any) -> Tensor:
-        tokens = tensor(tokens)
+        tokens = tokens if isinstance(tokens, Tensor) else Tensor.of(tokens)
         if tokens.ndim != 2 or not tokens.shape[1]:
             raise ValueError(f"GPT: tokens must be (batch, time), with at least one in time, not {tokens.shape}")
         time = tokens.shape[1]

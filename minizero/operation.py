@@ -123,8 +123,8 @@ def spread(gradient: Array, shape: tuple[int, ...], axis: Axis, keepdims: bool) 
 
 
 def integers(name: str, what: str, given: Operand, count: int) -> Array:
-    """`given` as an array of integers in [0, count), a copy that no one else can change."""
-    ids = Tensor(given).data
+    """`given`, if it is integers in [0, count), as an array: the caller's own, so copy what backward needs."""
+    ids = given.data if isinstance(given, Tensor) else xp.asarray(given)
     if ids.dtype.kind not in "iu":
         raise TypeError(f"{name}: {what} must be integers, not {ids.dtype}")
     low, high = (int(ids.min()), int(ids.max())) if ids.size else (0, -1)

@@ -159,7 +159,8 @@ def mlp(sizes: Sequence[int], batch: int, tp: int = 1) -> Sizes:
         units.append(UnitSize(f"layers.{i}", (inputs * outputs, outputs)))
         x, y = FLOAT * batch * inputs, FLOAT * batch * outputs
         pieces.append(Piece((i,), x, 0))
-        operations.append(Operation(i, 0, forward=y, backward=y + x * (i > 0)))
+        batches = x if i == 0 else 0  # a copy of the input; later inputs are kept as results
+        operations.append(Operation(i, 0, batches, batches, batches + y, y + x * (i > 0)))
         if i < len(sizes) - 2:
             operations.append(Operation(i, None, y, y, 2 * y, 2 * y + y // FLOAT, inside=False))  # relu
     return _model(units, operations, _loss(batch, sizes[-1]), pieces)
@@ -219,7 +220,7 @@ def gpt(
         (14, 0, 4 * q, 3 * s + total, s + 4 * q),  # down, and the second sum
     )
     operations = [
-        Operation(0, 0, 0, 0, 2 * s, 3 * s, product=False),
+        Operation(0, 0, 8 * rows, 8 * rows, 8 * rows + 2 * s, 3 * s, product=False),
         Operation(1, 0, 8 * time, 8 * time, 3 * s, 2 * s, product=False),  # and the sum of both
     ]
     for i in range(2, layers + 2):
@@ -242,7 +243,7 @@ def _divides(tp: int, count: int, what: str) -> None:
 
 def _loss(rows: int, classes: int) -> Operation:
     """A cross-entropy, which keeps probabilities in place of logits, and row numbers."""
-    logits, numbers = FLOAT * rows * classes, 8 * rows + FLOAT  # ... and the loss itself
+    logits, numbers = FLOAT * rows * classes, 2 * 8 * rows + FLOAT  # ... and targets, and the loss itself
     return Operation(-1, None, logits + numbers, logits + numbers, 2 * logits + numbers, logits)
 
 

@@ -93,7 +93,11 @@ class Split(Whole):
     def enter(self) -> Callable[[Tensor], Tensor]:
         """A function for the input of column-parallel layers. Its backward is collective over the group."""
         total = self.sums("the backward of entrance")
-        return lambda x: seen("enter", tensor(x), lambda a: a, total)
+
+        def entered(x: Any) -> Tensor:
+            return seen("enter", x, lambda a: a, total) if getattr(x, "requires_grad", False) else tensor(x)
+
+        return entered
 
     def leave(self) -> Callable[[Tensor], Tensor]:
         """A function for the output of a row-parallel layer: the sum over the group. Collective."""

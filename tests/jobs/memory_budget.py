@@ -11,7 +11,7 @@ from minizero import memory, nn
 comm = mz.Communicator()
 rng = np.random.default_rng(comm.rank)
 WIDTH, LAYERS = 128, 8
-ROWS = 256  # so that activations show
+ROWS = 192  # so that activations show
 x, y = rng.random((ROWS, WIDTH), np.float32), rng.integers(0, WIDTH, ROWS)
 
 
@@ -35,6 +35,7 @@ if "some" in sys.argv:
         train(engine)
     sys.exit("a budget that only rank 1 had did not end the job")
 
+train(make(mz.DataParallel))  # scratch that all engines share is made once
 caught = []
 for stage in mz.STAGES:
     tried: mz.Engine | None = None
