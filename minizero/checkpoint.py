@@ -42,7 +42,7 @@ Result = TypeVar("Result")
 
 def save(engine: Engine, path: str | Path, extra: Any = None, keep_last: int | None = None) -> Path:
     """See `Engine.save`."""
-    comm, root, name = engine.comm, Path(path), f"step-{engine.steps}"
+    comm, root, name = engine.comm, Path(path) / engine.comm.part, f"step-{engine.steps}"
     if any(unit.gradient is not None or unit.local is not None for unit in engine.units):
         raise RuntimeError("save: there are gradients that no step has used: call step() or zero_grad() first")
     if keep_last is not None and keep_last < 1:
@@ -98,7 +98,7 @@ def load(engine: Engine, path: str | Path) -> Any:
     comm, task, kind = engine.comm, f"load from {path}", type(engine.optimizer).__name__
 
     def look() -> tuple[dict[str, Any], TensorFile, TensorFile]:
-        folder = newest(path)
+        folder = newest(path if (Path(path) / STATE).exists() else Path(path) / comm.part)
         state = read_state(folder)
         theirs = state["optimizer"]["name"]
         if theirs != kind:

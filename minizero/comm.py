@@ -101,6 +101,7 @@ class Communicator:
         self.right, self.left = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         self.traffic: Counter[str] = Counter()
         self.beyond: Communicator | None = None  # a Mesh says: all ranks that hold a part of the same model ...
+        self.part = ""  # ... what this group's part of it is called ...
         self.counts_copies = True  # ... and does this group, of those that hold the same parameter, count it?
         self._departures: list[Any] = []  # what `point.send` has sent, and may not have arrived
         self._operation, self._unit, self._broken = "exchange", 0, ""  # unit 0: none; unit i of an engine is i + 1

@@ -30,7 +30,8 @@ class Mesh:
 
     Attributes:
         dp, pp, tp: this rank's group along each axis, a Communicator; its `rank` is the coordinate. An engine on `dp`
-            knows that it trains a part of the model: norm and bad numbers are those of all parts.
+            knows that it trains a part of the model: norm and bad numbers are those of all parts, and `engine.save`
+            has a directory for each.
         comm: the whole.
     """
 
@@ -44,7 +45,7 @@ class Mesh:
         self.dp = self.comm.split(p * tp + t)
         self.pp = self.comm.split(d * tp + t)
         if pp * tp > 1:
-            self.dp.beyond, self.dp.counts_copies = self.comm, t == 0
+            self.dp.beyond, self.dp.part, self.dp.counts_copies = self.comm, f"pp{p}-tp{t}", t == 0
 
     def place(self, rank: int) -> tuple[int, int, int]:
         """The coordinates (dp, pp, tp) of a rank of `comm`."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from launch import ROOT, run_ranks
+from launch import ROOT, run_python, run_ranks
 from minizero import nn, plan
 from minizero.mesh import refusal
 from minizero.pipeline import Do, Order, gpipe, one_f_one_b, timeline
@@ -33,8 +33,8 @@ def test_on_every_mesh_all_stages_have_dps_bits_and_come_to_the_truth() -> None:
 
 
 def test_the_parts_of_a_mesh_each_do_what_they_say() -> None:
-    """Conjugate operations by finite differences, slices, dropout, bad numbers, refusals, messages, accumulation."""
-    assert run_ranks(8, JOBS / "mesh_parts.py", timeout=200).stdout == "11 done\n"
+    """Conjugate operations by finite differences, slices, dropout, bad numbers, refusals, messages, saving, traffic."""
+    assert run_ranks(8, JOBS / "mesh_parts.py", timeout=200).stdout == "12 done\n"
 
 
 REDS: dict[str, str] = {
@@ -85,6 +85,20 @@ def test_a_rank_of_a_mesh_that_leaves_ends_the_job(how: str, who: int, sizes: tu
         assert f"rank {1 - who} waits for it in {what} of micro-batch 1" in done.stderr, done.stderr
     if how == "raises":
         assert f"[rank {who}/{dp * pp * tp}] KeyError: 'the reason'" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 1), (1, 2, 2)])
+def test_the_largest_moment_of_each_phase_on_a_mesh_is_the_plans(sizes: tuple[int, int, int]) -> None:
+    found = json.loads(run_ranks(4, JOBS / "mesh_peaks.py", *sizes).stdout)
+    assert len(found) == 4 * 2 * 3
+    for stage, pipeline_stage, phase, measured, predicted in found:
+        where = f"{stage}, stage {pipeline_stage} of the pipeline, {phase}"
+        known = sum(measured.values()) - measured["other"]
+        assert sum(predicted.values()) == pytest.approx(known, rel=0.04), where
+        for term in ("weights", "gradients", "optimizer"):
+            assert measured[term] == predicted[term], f"{where}: {term}"
+        if phase == "forward":
+            assert measured["activations"] == pytest.approx(predicted["activations"], rel=0.01), where
 
 
 # Without ranks: schedules, and which sizes fit.
@@ -184,3 +198,52 @@ def test_an_mlps_layers_are_cut_in_pairs_and_the_last_of_an_odd_number_is_whole(
         whole = sizes[i] * sizes[i + 1]
         alone = i == layers - 1 and layers % 2
         assert unit.parameters == (whole // (1 if alone else 2), sizes[i + 1] // (2 if not alone and i % 2 == 0 else 1))
+
+
+def planned(*arguments: str) -> dict[str, Any]:
+    return json.loads(run_python("-m", "minizero", "plan", "--json", *arguments).stdout)
+
+
+def test_13_billion_parameters_on_2_2_2_are_39_26_22_75_and_19_5_gb() -> None:
+    """The degree of sharding is dp = 2, not the number of ranks."""
+    found = planned("--params", "13e9", "--dp", "2", "--pp", "2", "--tp", "2")
+    assert found["parameters"] == 13e9 / 4 and found["mesh"]["dp"] == 2
+    (only,) = found["plans"]
+    assert [only["stages"][stage]["total"] for stage in plan.STAGES] == [39e9, 26e9, 22.75e9, 19.5e9]
+    assert [only["stages"][stage]["bytes_per_parameter"] for stage in plan.STAGES] == [12, 8, 7, 6]
+    text = run_python("-m", "minizero", "plan", "--params", "13e9", "--dp", "2", "--pp", "2", "--tp", "2").stdout
+    assert "on a mesh of dp 2 × pp 2 × tp 2 = 8 ranks: 1/4 of the model" in " ".join(text.split())
+
+
+def test_a_plan_for_a_gpt_on_a_mesh_shows_its_largest_stage_and_the_traffic_by_axis() -> None:
+    shape = {"vocab": 1000, "width": 64, "heads": 8, "layers": 8, "batch": 2, "time": 16, "tied": 0}
+    gpt = ",".join(f"{key}={value}" for key, value in shape.items())
+    found = planned("--gpt", gpt, "--dp", "4", "--pp", "4", "--tp", "2", "--micro-batches", "6")
+    block, c, activation = 12 * 64 * 64 + 13 * 64, 64, 4 * 2 * 16 * 64
+    sliced = (block - 6 * c) // 2 + 6 * c  # two norms and two biases are not cut
+    assert found["parameters"] == (1000 + 16) * c + 2 * sliced and found["mesh"]["units"][0] == "token"
+    assert found["mesh"]["live"] == 4
+    assert found["mesh"]["sent"] == {"tp": 6 * 2 * 8 * activation // 2, "pp": 6 * 2 * activation}
+    (only,) = found["plans"]
+    psi = 2 * (found["parameters"] + only["padding"])
+    sent = [only["stages"][stage]["sent_per_step"] for stage in plan.STAGES]
+    assert sent == [k * psi * 3 // 4 for k in (12, 13, 7, 18)]
+    last = planned("--gpt", gpt, "--pp", "2")
+    assert last["mesh"]["units"][-1] == "head"  # of two, both with one micro-batch: the norm is there as well
+    assert last["mesh"]["sent"] == {"tp": 0, "pp": activation}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--params", "13e9", "--ranks", "8", "--tp", "2"), "--ranks is dp times pp times tp"),
+        (("--params", "13e9", "--tp", "0"), "--tp 0: write a whole number of at least 1"),
+        (("--params", "13e9", "--micro-batches", "x"), "--micro-batches x: write a whole number"),
+        (("--gpt", "vocab=9,width=8,heads=4,layers=2,batch=1,time=4,tied=0", "--pp", "3"), "2 pieces cannot be cut"),
+        (("--gpt", "vocab=9,width=8,heads=4,layers=2,batch=1,time=4", "--pp", "2"), "plan with tied=0"),
+        (("--gpt", "vocab=9,width=8,heads=4,layers=2,batch=1,time=4", "--tp", "3"), "cannot share 4 attention heads"),
+    ],
+)
+def test_a_plan_for_what_cannot_be_cut_is_one_sentence(arguments: tuple[str, ...], complaint: str) -> None:
+    done = run_python("-m", "minizero", "plan", *arguments, check=False)
+    assert done.returncode == 2 and complaint in done.stderr and len(done.stderr.splitlines()) == 1

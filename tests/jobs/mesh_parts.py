@@ -8,10 +8,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-from mesh_models import Problem, build, errors, loss_of, train
+from mesh_models import Problem, build, errors, flat, loss_of, train
 
 import minizero as mz
 from minizero import functional as F
@@ -309,6 +310,27 @@ def local_accumulation_sends_once_and_holds_whole_gradients() -> None:
             assert held == ([psi] * 3 if accumulate else [part] * 3) + [part], f"{stage.__name__}: holds {held}"
 
 
+def each_part_of_a_model_is_saved_and_goes_on_with_another_dp(folder: str) -> None:
+    problem = Problem("gpt", 2)
+    old = build(mz.Zero1, problem, mz.Adam(0.01), MESH, "bfloat16")
+    for step in range(2):
+        train(old, problem, step, "bfloat16")
+        old.engine.step()
+    final = old.engine.save(folder, extra={"at": 2})
+    assert final.parent.name == f"pp{MESH.pp.rank}-tp{MESH.tp.rank}"
+    wanted = flat(old.engine)
+    half = mz.Mesh(world.split(int(MESH.dp.rank)), 1, 2, 2)
+    new = build(mz.Zero3, problem, mz.Adam(0.5), half, "bfloat16")
+    assert (half.pp.rank, half.tp.rank) == (MESH.pp.rank, MESH.tp.rank)
+    for path in (folder, final):
+        assert new.engine.load(path) == {"at": 2} and new.engine.steps == 2
+        found = flat(new.engine)
+        assert all(same_bits(x, found[name]) for name, x in wanted.items()), "what was loaded is not what was saved"
+    wider = mz.Mesh(world, 4, 2, 1)
+    other = build(mz.Zero1, problem, mz.Adam(0.01), wider, "bfloat16")
+    raises(mz.CheckpointError, "does not fit: it differs in blocks.", call=lambda: other.engine.load(folder))
+
+
 def everything() -> Iterator[Callable[[], None]]:
     yield groups_are_where_the_map_says
     for size in (2, 4):
@@ -321,6 +343,10 @@ def everything() -> Iterator[Callable[[], None]]:
     yield a_bad_number_anywhere_stops_everybody
     yield what_does_not_fit_together_is_refused
     yield messages_between_two_ranks
+    with TemporaryDirectory() as own:
+        folder = world.mpi.bcast(own)
+        yield lambda: each_part_of_a_model_is_saved_and_goes_on_with_another_dp(folder)
+        exchange_facts(world)
     yield local_accumulation_sends_once_and_holds_whole_gradients
 
 
