@@ -112,9 +112,14 @@ class Engine:
 
     def __call__(self, *inputs: Any) -> Tensor:
         """The model's forward. Under ZeRO-3 collective: every rank must run the same units in the same order."""
+        rows, call = self._tally.rows, self.noise.call
         if autograd.recording():
-            self._tally.rows.append(math.prod(getattr(inputs[0], "shape", ())[:1]) if inputs else 1)
-        return self.model(*inputs)
+            self._tally.rows = [*rows, math.prod(getattr(inputs[0], "shape", ())[:1]) if inputs else 1]
+        try:
+            return self.model(*inputs)
+        except BaseException:  # as if it had not been: what is drawn next does not depend on it
+            self._tally.rows, self.noise.call = rows, call
+            raise
 
     def backward(self, loss: Tensor, gradient: Any = None, examples: int | None = None) -> None:
         """Add this batch's gradients, summed over all ranks, to what is held. Collective.
