@@ -123,7 +123,7 @@ class Tree(Module):
 
     def __init__(self, how: str, mode: str, children: list[Module], shift: Parameter | None) -> None:
         self.how, self.mode, self.count = how, mode, len(children)
-        if shift is not None and mode != "residual":
+        if shift is not None and mode == "chain":  # before all others; else behind them
             self.shift = shift
         if how == "attributes":
             for i, child in enumerate(children):
@@ -135,7 +135,7 @@ class Tree(Module):
                 "dict": {f"key{i}": child for i, child in enumerate(children)},
                 "nested": {"lists": [(child,) for child in children]},
             }[how]
-        if shift is not None and mode == "residual":  # the last of its attributes here, the first one above
+        if shift is not None:
             self.shift = shift
 
     def children(self) -> Iterator[Module]:
@@ -486,7 +486,7 @@ def run(spec: Spec, comm: mz.Communicator) -> tuple[list[tuple[str, str]], str, 
         except Differs as differs:
             differ.append((stage.__name__, str(differs)))
         except Exception:
-            return [], f"{stage.__name__}: {traceback.format_exc()}", facts
+            return differ, f"{stage.__name__}: {traceback.format_exc()}", facts
     return differ, "", facts
 
 
