@@ -30,7 +30,9 @@ from .backend import Array, xp
 from .job import MEND, launched_ranks
 from .job import MPI as MPI
 
-OPERATIONS = ("exchange", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "control", "gather_parameters")
+OPERATIONS = (
+    "exchange", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "control", "gather_parameters", "checkpoint",
+)  # fmt: skip
 DTYPES = [
     *backend.DTYPES, "float16", "float8_e4m3fn", "float8_e5m2", "complex64", "complex128", "bool",
     "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",

@@ -255,14 +255,15 @@ class Engine:
 
         Args:
             path: a directory that all ranks see, for the checkpoints of one training.
-            extra: what else that needs to go on, such as its place in the data: what JSON can hold (tuples come
-                back as lists), the same on every rank.
+            extra: what else that needs to go on, such as its place in the data: what JSON can hold, the same on
+                every rank. (Tuples come back as lists, keys as strings, NumPy's numbers as Python's.)
             keep_last: remove all but this many checkpoints in `path`, the oldest first.
 
         Raises RuntimeError between `backward` and `step`; CheckpointError, on every rank, where the files cannot be
         written: the checkpoints before are then as they were.
         """
-        return checkpoint.save(self, path, extra, keep_last)
+        with self.comm.label("checkpoint"):
+            return checkpoint.save(self, path, extra, keep_last)
 
     def load(self, path: str | Path) -> Any:
         """Go on where the checkpoint `path`, or the latest one in it, was saved; return its `extra`. Collective.
@@ -271,7 +272,8 @@ class Engine:
         optimizer's settings (lr too) become those of the checkpoint; gradients are forgotten.
         Raises CheckpointError, on every rank, for files that are damaged or of another model; nothing has changed then.
         """
-        return checkpoint.load(self, path)
+        with self.comm.label("checkpoint"):
+            return checkpoint.load(self, path)
 
     # How units become whole.
 

@@ -59,6 +59,7 @@ def abort(kind: type[BaseException], error: BaseException | None, trace: Traceba
         time.sleep(1.0 if world.rank else 0)  # all ranks hear of it, and rank 0 speaks for them
         lines = ["interrupted"]
     with suppress(OSError, ValueError):  # closed, or nobody reads it any more
+        sys.stdout.write("\n" * interrupted)  # below a line that was growing
         sys.stdout.flush()
     with suppress(OSError, ValueError):
         sys.stderr.write("".join(f"[rank {world.rank}/{world.size}] {line}\n" for line in lines))  # nobody cuts in

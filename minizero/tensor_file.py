@@ -125,7 +125,9 @@ def read_table(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         with safe_open(path, "np") as file:
             parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (it is no dict)
             return {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    except SafetensorError as error:
         raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from None
 
 

@@ -173,11 +173,34 @@ def test_weights_that_do_not_fit_are_refused_by_name_and_nothing_changes(tmp_pat
         mz.load_weights(model, tmp_path)
     with pytest.raises(mz.CheckpointError, match="No such file"):
         mz.load_weights(model, tmp_path / "nothing")
+    with pytest.raises(TypeError, match=r"needs an nn.Module that no engine has wrapped, not Zero1"):
+        mz.load_weights(mz.Zero1(gpt(1), mz.Adam()), file)  # type: ignore[arg-type]
     untouched = gpt(1)
     save_file({}, file)
     with pytest.raises(mz.CheckpointError, match="lacks"):
         mz.load_weights(untouched, file)
     assert same(weights_of_fresh(untouched), truth)
+
+
+def test_weights_are_not_exchanged_between_forward_and_backward(tmp_path: Path) -> None:
+    model, file = gpt(1), tmp_path / "w.safetensors"
+    mz.save_weights(gpt(2), file)
+    loss = F.cross_entropy(model(np.array([[1, 2]])), np.array([[2, 3]]))
+    with pytest.raises(RuntimeError, match="its backward has not run"):
+        mz.load_weights(model, file)
+    loss.backward()
+    mz.load_weights(model, file)
+
+
+def test_a_file_of_weights_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:
+    file, folder = tmp_path / "w.safetensors", tmp_path / "folder"
+    mz.save_weights(gpt(1), file)
+    before = file.read_bytes()
+    folder.mkdir()
+    for path in (folder, tmp_path / "nowhere" / "w"):
+        with pytest.raises(mz.CheckpointError, match=r"save_weights: .* cannot be written"):
+            mz.save_weights(gpt(2), path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", file.name] and file.read_bytes() == before
 
 
 def test_two_parameters_of_one_name_are_refused_before_one_of_them_is_lost() -> None:

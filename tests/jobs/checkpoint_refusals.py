@@ -118,7 +118,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "weights written by another program": (rewrite(WEIGHTS), (WEIGHTS, "not written by engine.save")),
     "no weights": (lambda f: (f / WEIGHTS).unlink(), (WEIGHTS, "No such file")),
     "no moments": (lambda f: (f / MOMENTS).unlink(), (MOMENTS, "No such file")),
-    "a directory for weights": (directory(WEIGHTS), (WEIGHTS, "not a whole safetensors file")),
+    "a directory for weights": (directory(WEIGHTS), (WEIGHTS,)),
     "other steps in state": (edit(lambda s: s.update(steps=7)), (STATE, "changed after it was saved")),
     "another lr in state": (edit(lambda s: s["optimizer"]["settings"].update(lr=9)), (STATE, "changed after")),
     "another extra in state": (edit(lambda s: s.update(extra=9)), (STATE, "changed after it was saved")),
