@@ -8,6 +8,7 @@ run, or its result is dropped; the result of a recorded operation stays read-onl
 engine writes to its units' vectors, not through parameters: there, a count of changes is compared. What a caller gives
 as an array is copied when it becomes a Tensor, so a loader may use its buffer again at once.
 
+What it does not see: writes through a view that was taken earlier, and to an engine's vectors themselves.
 CuPy cannot make an array read-only: on a GPU only changes by an engine are noticed.
 """
 

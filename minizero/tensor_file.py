@@ -48,6 +48,8 @@ class TensorFile:
     """
 
     def __init__(self, path: Path, tensors: Tensors) -> None:
+        if "__metadata__" in tensors:
+            raise ValueError("a parameter cannot be called __metadata__: safetensors keeps that name for itself")
         self.path = path
         self.tensors = dict(sorted(tensors.items(), key=lambda item: -item[1][0].itemsize))
         table, starts, end = {}, {}, 0
