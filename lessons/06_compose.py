@@ -23,15 +23,15 @@ import minizero as mz
 from common import differ, tensors
 from minizero import functional as F
 from minizero import memory, nn, plan
-from minizero.pipeline import Order, gpipe, one_f_one_b, timeline
+from minizero.mesh import refusal
+from minizero.pipeline import gpipe, one_f_one_b, timeline
 from minizero.plan import format_bytes
 from options import CONTEXT, Parser, number
 
 STAGES = dict(zip(plan.STAGES, mz.STAGES, strict=True))
 AXES = ("tp", "pp", "dp")
-WIDTH, HEADS, LAYERS, BATCH = 64, 4, 4, 48  # of the GPT; examples per step
-DEEP = [64, *[256] * 16, 10]  # lesson 05's cases C and D: a matrix too wide, and weights too large together
-WIDE = [64, 512, 1024, 512, 1024, 512, 10]
+WIDTH, HEADS, LAYERS, BATCH = 64, 4, 4, 32  # of the GPT; examples per step
+X, Y = data.digits()[:2]
 Batches = list[tuple[Any, Any]]  # micro-batches
 
 
@@ -55,11 +55,15 @@ class Options(common.Task):
         if not any(given):
             pp, tp = (2, 2) if ranks % 8 == 0 else (2, 1) if ranks % 4 == 0 else (1, 1)
             given = [ranks // pp // tp, pp, tp]
-        self.sizes = tuple(each or 1 for each in given)
+        self.sizes = dp, pp, tp = tuple(each or 1 for each in given)
+        if dp * pp * tp != ranks:
+            parser.error(refusal(ranks, dp, pp, tp))
+        if pp > LAYERS or HEADS % tp:
+            parser.error(f"a GPT of {LAYERS} blocks and {HEADS} heads has no {pp} stages of {tp} slices")
         self.x, self.y, vocabulary = data.text(CONTEXT)
         self.vocab = -(-len(vocabulary) // 128) * 128  # so that no new letter in a text changes the bytes
 
-    def model(self, split: Any = None) -> nn.Module:  # type: ignore[override]
+    def model(self, split: Any = None) -> nn.Module:
         """The GPT. Not tied: that weight would be in the first and in the last stage of a pipeline."""
         return nn.GPT(vocab=self.vocab, context=CONTEXT, width=WIDTH, heads=HEADS, layers=LAYERS, tied=False,
                       dtype=self.options.dtype, split=split)  # fmt: skip
@@ -77,12 +81,31 @@ class Options(common.Task):
 
 
 def pipeline_of(
-    stage: type[mz.Engine], mesh: mz.Mesh, task: Options, order: Order = one_f_one_b, accumulate: bool = False
+    stage: type[mz.Engine], mesh: mz.Mesh, task: Options, *options: Any, kind: type[mz.Pipeline] = mz.Pipeline
 ) -> mz.Pipeline:
     model = task.model(split=mz.Split(mesh.tp))  # tp: a slice of each layer
     part = mz.Stage(model, mesh.pp)  # pp: some of the layers
     engine = stage(part, mz.Adam(lr=2e-3), mesh.dp)  # ZeRO: over the ranks that hold the same
-    return mz.Pipeline(engine, mesh.pp, F.cross_entropy, order, accumulate)
+    return kind(engine, mesh.pp, F.cross_entropy, *options)
+
+
+class Counting(mz.Pipeline):
+    """Counts how many micro-batches are really alive, by references that keep nothing alive; notes gradients held."""
+
+    most = 0
+
+    def backward(self, *args: Any) -> list[mz.Tensor]:
+        self.alive, self.held = list[Any](), list[int]()
+        return super().backward(*args)
+
+    def run_forward(self, i: int, *args: Any) -> None:
+        super().run_forward(i, *args)
+        self.alive.append(weakref.ref(self.live[i][0 if self.last else 1]))  # losses stay
+        self.most = max(self.most, sum(output() is not None for output in self.alive))
+
+    def run_backward(self, i: int, *args: Any) -> None:
+        super().run_backward(i, *args)
+        self.held.append(self.engine.memory()["gradients"])
 
 
 @dataclass
@@ -169,34 +192,37 @@ def compare(mesh: mz.Mesh, task: Options, report: common.Report, seen: dict[str,
     report.verdict("same bits as DP on the same mesh", not faults, (faults or [same])[0])
 
 
+def norms(mesh: mz.Mesh, task: Options, report: common.Report) -> None:
+    """The gradient's norm over the whole mesh; and if what all tp ranks hold were counted on each of them."""
+    pipeline, comm = pipeline_of(mz.DataParallel, mesh, task), mesh.dp
+    batch, once = next(task.batches(comm.rank, comm.size)), comm.counts_copies
+    pipeline.backward(batch, [len(y) for _, y in batch])
+    right = pipeline.engine.clip_grad_norm(1e9)
+    comm.counts_copies = True
+    wrong = pipeline.engine.clip_grad_norm(1e9)
+    comm.counts_copies = once
+    report.facts["norm"] = {"once": right, "tp times": wrong}
+    report.print(f"\ngradient norm {right:.4f}, each parameter counted once; with what all tp ranks hold counted on each: "
+                 f"gradient norm {wrong:.4f}")  # fmt: skip
+
+
 def schedules(mesh: mz.Mesh, task: Options, report: common.Report) -> None:
     """GPipe and 1F1B: what each stage does in turn, and what it keeps alive."""
-    stages, k = mesh.pp.size, task.k
     report.facts["live"] = {}
     for title, order in (("GPipe", gpipe), ("1F1B", one_f_one_b)):
-        pipeline = pipeline_of(mz.Zero1, mesh, task, order)
-        batch = next(task.batches(mesh.dp.rank, mesh.dp.size))
-        outputs, most = list[Any](), 0
-        forward = pipeline.run_forward
-
-        def counting(i: int, *args: Any) -> None:
-            nonlocal most
-            forward(i, *args)  # noqa: B023
-            outputs.append(weakref.ref(pipeline.live[i][1]))  # noqa: B023
-            most = max(most, sum(output() is not None for output in outputs))  # noqa: B023
-
-        pipeline.run_forward = counting  # type: ignore[method-assign]
-        with memory.measure(pipeline.engine) as held:
-            pipeline.backward(batch)
-            pipeline.losses.clear()
-        pipeline.engine.step()
-        alive = dict(report.from_all((mesh.pp.rank, (most, held.peaks["forward"]["activations"]))))
-        report.facts["live"][title] = {stage: count for stage, (count, _) in alive.items()}
-        report.print(f"\n{title}, {stages} stages, k = {k}")
-        for stage, row in enumerate(timeline(order, stages, k)):
+        pipeline = pipeline_of(mz.Zero1, mesh, task, order, kind=Counting)
+        with memory.measure(pipeline.engine) as seen:
+            pipeline.backward(next(task.batches(mesh.dp.rank, mesh.dp.size)))
+        mine = pipeline.most, seen.peaks["forward"]["activations"]  # type: ignore[attr-defined]
+        alive = dict(report.from_all((mesh.pp.rank, mine)))
+        report.facts["live"][title] = {stage: count for stage, (count, _) in sorted(alive.items())}
+        turns = timeline(order, mesh.pp.size, task.k)
+        waits = f"{sum(do is None for do in turns[0])} of {len(turns[0])} turns"
+        report.print(f"\n{title}, k = {task.k}: each stage waits in {waits}")
+        for stage, row in enumerate(turns):
             count, nbytes = alive[stage]
-            turns = " ".join(f"{do or '.'!s:2}" for do in row)
-            report.print(f"pp {stage}  {turns} │ {count} alive at once, {format_bytes(nbytes)} of activations")
+            told = " ".join(f"{do or '.'!s:2}" for do in row)
+            report.print(f"pp {stage}  {told} │ {count} alive at once, {format_bytes(nbytes)} of activations")
 
 
 def reductions(mesh: mz.Mesh, task: Options, report: common.Report) -> None:
@@ -209,31 +235,22 @@ def reductions(mesh: mz.Mesh, task: Options, report: common.Report) -> None:
     for name, stage in STAGES.items():
         cells, facts = [], []
         for accumulate in (False, True):
-            pipeline = pipeline_of(stage, mesh, task, accumulate=accumulate)
-            elements = sum(unit.length for unit in pipeline.engine.units)
-            backward, held = pipeline.run_backward, list[int]()
-
-            def noting(i: int, *args: Any) -> None:
-                backward(i, *args)  # noqa: B023
-                held.append(pipeline.engine.memory()["gradients"])  # noqa: B023
-
-            pipeline.run_backward = noting  # type: ignore[method-assign]
-            batch = next(task.batches(mesh.dp.rank, dp))
+            pipeline: Any = pipeline_of(stage, mesh, task, one_f_one_b, accumulate, kind=Counting)
+            batch, units = next(task.batches(mesh.dp.rank, dp)), pipeline.engine.units
             mesh.dp.traffic.clear()
             pipeline.backward(batch, [len(y) for _, y in batch])
             pipeline.engine.step()
             sent = sum(mesh.dp.traffic.values()) - mesh.dp.traffic["control"]
-            psi = sum(unit.length * unit.dtype.itemsize for unit in pipeline.engine.units)
-            units = sent * dp / (psi * (dp - 1)) if dp > 1 else 0
-            facts.append((units, max(held[:-1], default=0) / elements))
-            cells.append(f"{units:15.0f}{facts[-1][1]:6.2f}")
+            psi = sum(unit.length * unit.dtype.itemsize for unit in units)
+            facts.append((sent * dp / psi / (dp - 1), pipeline.held[-2] / sum(unit.length for unit in units)))
+            cells.append(f"{facts[-1][0]:15.0f}{facts[-1][1]:6.2f}")
         report.facts["reductions"][name] = facts
         report.print(f"{name:8}  {' │'.join(cells)}")
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """A way to train an MLP on all ranks: a mesh, a stage, micro-batches."""
+class Way:
+    """A way to train on all ranks: a stage, a mesh, micro-batches."""
 
     stage: str
     dp: int = 1
@@ -242,49 +259,71 @@ class Attempt:
     k: int = 1
 
     def __str__(self) -> str:
-        more = f", {self.k} micro-batches" * (self.k > 1)
-        return f"{self.dp}×{self.pp}×{self.tp} {self.stage}{more}"
+        return f"{self.dp}×{self.pp}×{self.tp} {self.stage}{f', k = {self.k}' * (self.k > 1)}"
 
 
-def needs(
-    way: Attempt, sizes: list[int], dtype: str, optimizer: Callable[[], mz.Optimizer], comm: mz.Communicator
-) -> tuple[int, dict[str, int]]:
+@dataclass(frozen=True)
+class Case:
+    """An MLP for which a rank has too little memory, and what should help; the rest should not."""
+
+    title: str
+    sizes: list[int]
+    dtype: str
+    optimizer: Callable[[], mz.Optimizer]
+    budget: str
+    ways: list[Way]
+    cures: list[Way]
+
+
+WHOLE = [Way(stage, dp=8) for stage in STAGES]
+CASES = [  # of lesson 05, C and D
+    Case("a layer too wide", [64, 512, 1024, 512, 1024, 512, 10], "bfloat16", lambda: mz.SGD(0.01), "3.8 MB",
+         [*WHOLE, Way("ZeRO-3", dp=8, k=4), Way("ZeRO-3", dp=4, pp=2), Way("ZeRO-1", dp=2, pp=4, k=4)],
+         [Way("ZeRO-3", dp=4, tp=2), Way("DP", tp=8)]),
+    Case("a model too deep", [64, *[256] * 16, 10], "float32", mz.Adam, "3.6 MB",
+         WHOLE[:3], [WHOLE[3], Way("DP", pp=8, k=8), Way("DP", tp=8)]),
+]  # fmt: skip
+
+
+def try_out(way: Way, case: Case, comm: mz.Communicator) -> tuple[int, dict[str, int]]:
     """Train two steps on 4 examples per rank of `comm`; return this rank's largest moment, and what it sent by axis."""
     mesh = mz.Mesh(comm, way.dp, way.pp, way.tp)
-    x, y = (np.array_split(each[: 4 * comm.size], way.dp)[mesh.dp.rank] for each in data.digits()[:2])
+    groups = {axis: getattr(mesh, axis) for axis in AXES}
+    x, y = (np.array_split(each[: 4 * comm.size], way.dp)[mesh.dp.rank] for each in (X, Y))
     batch = list(zip(np.array_split(x, way.k), np.array_split(y, way.k), strict=True))
     with memory.measure(existing=False) as seen:
-        model = nn.MLP(sizes, dtype=dtype, split=mz.Split(mesh.tp))
-        engine = STAGES[way.stage](mz.Stage(model, mesh.pp), optimizer(), mesh.dp)
+        model = nn.MLP(case.sizes, dtype=case.dtype, split=mz.Split(mesh.tp))
+        engine = STAGES[way.stage](mz.Stage(model, mesh.pp), case.optimizer(), mesh.dp)
         pipeline = mz.Pipeline(engine, mesh.pp, F.cross_entropy)
         for _ in range(2):
-            for axis in AXES:
-                getattr(mesh, axis).traffic.clear()
+            for group in groups.values():
+                group.traffic.clear()
             pipeline.backward(batch)
             engine.step()
-    sent = {axis: sum(getattr(mesh, axis).traffic.values()) - getattr(mesh, axis).traffic["control"] for axis in AXES}
+    sent = {axis: sum(g.traffic.values()) - g.traffic["control"] for axis, g in groups.items()}
     return sum(seen.peak.values()), sent
 
 
-def too_large(
-    title: str, ways: list[Attempt], cures: list[Attempt], limit: str, setting: Any, report: common.Report
-) -> None:
-    """Try all ways; those that fit into `limit` must be the cures."""
+def what_helps(case: Case, report: common.Report) -> None:
+    """Try all ways; those that fit must be the cures."""
     assert report.comm
-    report.print(f"\n{title}: each rank has {limit}")
-    report.print("                             needs         sends along tp          pp          dp")
+    report.print(f"\n{case.title.capitalize()}: each rank has {case.budget}")
+    report.print("                          needs        waits │ sends along tp          pp          dp")
     fit, found = [], {}
-    for way in ways:
-        seen = report.from_all(needs(way, *setting, report.comm))
+    for way in [*case.ways, *case.cures]:
+        seen = report.from_all(try_out(way, case, report.comm))
         most, sent = max(peak for peak, _ in seen), {axis: max(sent[axis] for _, sent in seen) for axis in AXES}
-        verdict = "fits" if most <= plan.parse_bytes(limit) else "no"
-        fit += [way] * (verdict == "fits")
+        fits = most <= plan.parse_bytes(case.budget)
+        fit += [way] * fits
+        turns = timeline(one_f_one_b, way.pp, way.k)[0]
+        waits = f"{turns.count(None)} of {len(turns)}" if way.pp > 1 else ""
         found[str(way)] = {"needs": most, "sent": sent}
-        cells = "".join(f"{sent[axis]:12,}" for axis in AXES)
-        report.print(f"{way!s:27}{format_bytes(most):>9}  {verdict:4}   {cells}")
-    report.facts[title] = found
-    names = ", ".join(map(str, fit))
-    report.verdict(f"{title}: what helps is what should", fit == cures, names)
+        cells = "".join(f"{n:12,}" for n in sent.values())
+        report.print(f"{way!s:21}{format_bytes(most):>10}  {'fits' if fits else 'no':5}{waits:>8} │    {cells}")
+    report.facts[case.title] = found
+    report.verdict(
+        f"{case.title}: what should help helps, and nothing else", fit == case.cures, ", ".join(map(str, fit))
+    )
 
 
 def main() -> None:
@@ -297,15 +336,13 @@ def main() -> None:
     train("DP", mz.Mesh(comm, comm.size, 1, 1), task, report)
     seen = {name: train(name, mesh, task, report) for name in STAGES}
     compare(mesh, task, report, seen)
-    schedules(mesh, task, report)
-    reductions(mesh, task, report)
-    if comm.size == 8:
-        whole, cut = [Attempt(stage, dp=8) for stage in STAGES], [Attempt("ZeRO-3", dp=4, tp=2), Attempt("DP", tp=8)]
-        others = [Attempt("ZeRO-3", dp=8, k=4), Attempt("ZeRO-3", dp=4, pp=2), Attempt("DP", pp=4, dp=2, k=4)]
-        setting = WIDE, "bfloat16", lambda: mz.SGD(0.01)
-        too_large("A layer too wide", [*whole, *others, *cut], cut, "3.8 MB", setting, report)
-        cures = [whole[3], Attempt("DP", pp=8, k=8), Attempt("DP", tp=8)]
-        too_large("A model too deep", [*whole, *cures[1:]], cures, "3.6 MB", (DEEP, "float32", mz.Adam), report)
+    norms(mesh, task, report)
+    if mesh.pp.size > 1:
+        schedules(mesh, task, report)
+    if mesh.dp.size > 1 and task.k > 1:
+        reductions(mesh, task, report)
+    for case in CASES if comm.size == 8 else ():
+        what_helps(case, report)
     report.end()
 
 

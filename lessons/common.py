@@ -124,8 +124,8 @@ class Report:
             with self._recording(step - first):
                 yield batch
             run.traffic = most(run.traffic, sent)
-            if isinstance(forward, mz.Engine) and self.saver.after(forward):
-                saved = f"   saved in {self.saver.put(forward, name)}"
+            if isinstance(forward, mz.Engine):
+                saved = self.saver.after(forward, name) or saved
             if bar:
                 bar.advance(bar.task_ids[0])
         if bar:

@@ -78,7 +78,11 @@ class Task:
                 metavar="DIR",
                 help="save each stage in DIR/STAGE, every 10 steps and at the end (do not save)",
             )
-            add("--resume", metavar="DIR", help="go on with what --save DIR has saved; DIR/DP: every stage with DP's")
+            add(
+                "--resume",
+                metavar="DIR",
+                help="go on with what --save DIR saved, up to step --steps; DIR/DP: every stage with DP's",
+            )
             add("--budget", type=size, help="memory of a rank, as in 500kB or 2MB; out of it, the run ends (no limit)")
         add("--seed", type=number(int, 0, 2**32 - 1), default=0, help="of weights and batches (0)")
         add("--json", action="store_true", help="print one JSON object, and nothing else")

@@ -27,7 +27,8 @@ from threadpoolctl import threadpool_info
 
 from . import __version__, backend, plan_report, ring
 from .backend import xp
-from .comm import Communicator, launched_ranks
+from .comm import Communicator
+from .job import launched_ranks
 
 OK, ADVICE, BROKEN = "ok", "advice", "broken"
 Line: TypeAlias = tuple[str, str, str]

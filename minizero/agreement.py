@@ -87,7 +87,9 @@ def shares(engine: Engine) -> dict[Unit, tuple[slice, bool]]:
     for unit in trained:
         probe = np.frombuffer(mmap.mmap(-1, unit.length + 1), np.uint8, unit.length)  # addresses, and no memory:
         mine = engine.mine(unit, probe)  # where in it the answer lies is all that is asked
-        first, step = mine.ctypes.data - probe.ctypes.data, mine.strides[0]
+        first, step = mine.ctypes.data - probe.ctypes.data, mine.strides[0] if mine.size > 1 else 1
+        if step < 1:
+            raise ValueError(f"{type(engine).__name__}.mine gives the elements of {unit.name} in reverse order")
         parts.append(slice(first, first + step * mine.size, step) if mine.size else slice(0, 0, 1))
         counts.append(mine.size)
     sizes = exchange_facts(engine.comm, *counts)

@@ -63,9 +63,8 @@ class Node:
         self.targets = tuple((x.node or x) if x.requires_grad else None for x in inputs)
         self.parameters = tuple(dict.fromkeys(x.parameter for x in inputs if x.parameter is not None))
         self.backward: Callable[[Array], Gradients] | None = backward
-        self.hold: Hold | None = Hold(
-            {*self.parameters, *(x for x in inputs if x.node is None and x.parameter is None)}
-        )
+        others = (x for x in inputs if x.node is None and x.parameter is None)
+        self.hold: Hold | None = Hold(dict.fromkeys([*self.parameters, *others]))
         self.name = name
 
 

@@ -27,7 +27,9 @@ import numpy as np
 
 from . import ring
 from .agreement import exchange_facts, shares
+from .backend import Array
 from .comm import Communicator
+from .flat import Unit
 from .tensor_file import CheckpointError, TensorFile, Tensors, Vector
 
 if TYPE_CHECKING:
@@ -45,10 +47,12 @@ def save(engine: Engine, path: str | Path, extra: Any = None, keep_last: int | N
     comm, root, name = engine.comm, Path(path) / engine.comm.part, f"step-{engine.steps}"
     if any(unit.gradient is not None or unit.local is not None for unit in engine.units):
         raise RuntimeError("save: there are gradients that no step has used: call step() or zero_grad() first")
-    if keep_last is not None and keep_last < 1:
-        raise ValueError(f"save: keep_last must be at least 1, not {keep_last}")
+    if keep_last is not None and not (isinstance(keep_last, int) and keep_last >= 1):
+        raise ValueError(f"save: keep_last must be at least 1, not {keep_last!r}")
     optimizer = {"name": type(engine.optimizer).__name__, "settings": engine.optimizer.settings()}
     state = {"format": FORMAT, "steps": engine.steps, "seed": engine.model.seed, "optimizer": optimizer, "extra": extra}
+    if as_json(json.loads(as_json(state))) != as_json(state):
+        raise TypeError("save: extra has keys that are the same in JSON, which has no others than strings")
     same_everywhere(comm, "save: path, keep_last, extra and the optimizer's settings", path, as_json(state), keep_last)
     beside, final = root / f".{name}.saving", root / name
     task, weights, moments = f"save to {final}", *files(engine, beside)
@@ -63,7 +67,7 @@ def save(engine: Engine, path: str | Path, extra: Any = None, keep_last: int | N
             moments.create()
 
     def write() -> None:
-        weights.write(("", unit, unit.chunk, unit.own(unit.weights)) for unit in engine.units)
+        weights.write(("", unit, unit.chunk, unit.own(whole_or_chunk(unit))) for unit in engine.units)
         moments.write(own)
 
     def publish() -> None:
@@ -79,7 +83,7 @@ def save(engine: Engine, path: str | Path, extra: Any = None, keep_last: int | N
             for folder in [f for f in saved_in(root) if f != final][: 1 - keep_last or None] if keep_last else []:
                 os.rename(folder, root / f".{folder.name}.gone")
             for gone in root.glob(".step-*.gone"):
-                shutil.rmtree(gone)
+                remove(gone)
 
     try:
         together(comm, task, create)
@@ -107,6 +111,8 @@ def load(engine: Engine, path: str | Path) -> Any:
         both = files(engine, folder, state["steps"] > 0)
         for file in both:
             file.check()
+        for unit in engine.units:
+            whole_or_chunk(unit)
         return state, *both
 
     state, weights, moments = together(comm, task, look)
@@ -118,12 +124,17 @@ def load(engine: Engine, path: str | Path) -> Any:
             raise CheckpointError(f"{task}: {name} was damaged after it was saved: {len(wrong)} of {len(crcs)} "
                                   f"checksums differ, the first of block {wrong[0]}")  # fmt: skip
 
+    fresh = [unit for unit in engine.units if unit.trainable and unit.state is None and state["steps"]]
+    try:
+        for unit in fresh:
+            unit.state = engine.optimizer.init(engine.mine(unit, unit.weights))
+    except MemoryError:
+        for unit in fresh:
+            unit.state = None
+        raise
     for unit in engine.units:
         unit.version += 1
-        if unit.trainable and state["steps"] == 0:
-            unit.state = None
-        elif unit.trainable and unit.state is None:
-            unit.state = engine.optimizer.init(engine.mine(unit, unit.weights))
+        unit.state = unit.state if state["steps"] else None
     own = list(own_moments(engine, all_of_it=True))
 
     def read() -> None:
@@ -157,7 +168,7 @@ def files(engine: Engine, folder: Path, stepped: bool | None = None) -> tuple[Te
 def own_moments(engine: Engine, all_of_it: bool = False) -> Iterator[Vector]:
     """What this rank's optimizer keeps; of what everybody keeps only its own chunk, if not `all_of_it`. Collective."""
     for unit, (part, everywhere) in shares(engine).items():
-        if part.step > 1:
+        if part.step != 1:
             raise ValueError(f"{type(engine).__name__}.mine gives a rank elements of {unit.name} that do not lie side "
                              "by side: they cannot be saved or loaded")  # fmt: skip
         cut = everywhere and not all_of_it
@@ -165,31 +176,39 @@ def own_moments(engine: Engine, all_of_it: bool = False) -> Iterator[Vector]:
             yield f"{key}.", unit, unit.chunk if cut else part, array[unit.chunk] if cut else array
 
 
+def whole_or_chunk(unit: Unit) -> Array:
+    """What this rank holds of a unit's weights. Raises CheckpointError where that is neither all, nor its chunk."""
+    if unit.weights.size not in (unit.length, unit.chunk.stop - unit.chunk.start):
+        raise CheckpointError(f"this stage holds {unit.weights.size} elements of {unit.name}, which is neither all "
+                              f"{unit.length} nor the rank's own chunk of them")  # fmt: skip
+    return unit.weights
+
+
 # Agreeing with the other ranks.
 
 
 def together(comm: Communicator, task: str, action: Callable[[], Result]) -> Result:
     """Do something on this rank; if it fails on any, raise on all alike, with the reason. Collective."""
-    fault, result = "", None
+    fault, result, mine = "", None, None
     try:
         result = action()
-    except (OSError, CheckpointError) as error:
-        fault = str(error)
+    except (OSError, CheckpointError, MemoryError) as error:
+        fault, mine = str(error) or repr(error), error
     table = np.zeros((comm.size, SENTENCE), np.uint8)
-    text = fault.encode()[:SENTENCE]
+    text = fault.encode(errors="backslashreplace")[:SENTENCE]
     table[comm.rank, : len(text)] = list(text)
     with comm.label("control"):
         ring.all_gather(comm, table.reshape(-1))
     for rank, row in enumerate(table):
         if row.any():
             reason = row.tobytes().rstrip(b"\0").decode(errors="ignore")
-            raise CheckpointError(f"{task}: {reason} (found on rank {rank})")
+            raise mine if isinstance(mine, MemoryError) else CheckpointError(f"{task}: {reason} (found on rank {rank})")
     return result  # type: ignore[return-value]
 
 
 def same_everywhere(comm: Communicator, what: str, *facts: Any) -> None:
     """Raise on every rank where facts differ between ranks. Collective."""
-    table = exchange_facts(comm, *(zlib.crc32(str(fact).encode()) for fact in facts))
+    table = exchange_facts(comm, *(zlib.crc32(str(fact).encode(errors="backslashreplace")) for fact in facts))
     others = np.flatnonzero((table != table[0]).any(axis=1)).tolist()
     if others:
         raise ValueError(f"{what}: must be the same on all ranks, but differ on ranks {others} from rank 0")
@@ -227,20 +246,28 @@ def newest(path: str | Path) -> Path:
 
 
 def saved_in(root: Path) -> list[Path]:
-    """The checkpoints in a directory, in the order in which they were saved."""
-    found = [folder for folder in root.glob("step-*") if (folder / STATE).exists()]
+    """The checkpoints in a directory, in the order in which they were saved: that of the times of state.json."""
+    found = [f for f in root.glob("step-*") if re.fullmatch(r"step-\d+", f.name) and (f / STATE).exists()]
     return sorted(found, key=lambda folder: ((folder / STATE).stat().st_mtime_ns, len(folder.name), folder.name))
 
 
 def tidy(root: Path) -> None:
     """Remove what killed saves have left, and bring back what they had put aside."""
     for leftover in root.glob(".step-*.saving"):
-        shutil.rmtree(leftover)
+        remove(leftover)
     for gone in root.glob(".step-*.gone"):
         if (root / gone.stem[1:]).exists():
-            shutil.rmtree(gone)
+            remove(gone)
         else:
             os.rename(gone, root / gone.stem[1:])
+
+
+def remove(path: Path) -> None:
+    """Remove a directory with all that is in it; of a link, only the link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def put(path: Path, text: str) -> None:

@@ -16,36 +16,24 @@ from __future__ import annotations
 
 import atexit
 import copy
-import math
 import os
-import signal
-import sys
-import threading
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from types import FrameType, TracebackType
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
-import mpi4py
 import numpy as np
 
 from . import backend
 from .backend import Array, xp
+from .job import MEND, launched_ranks
+from .job import MPI as MPI
 
-mpi4py.rc(initialize=False, finalize=True)  # first see whether launcher and library fit: see `_initialise`
-try:
-    from mpi4py import MPI as MPI
-except (ImportError, RuntimeError) as error:
-    raise ImportError(
-        f"minizero finds no MPI library ({str(error).splitlines()[0]}): pip install mpich, or load your site's MPI "
-        "module and, if it is not found then, set MPI4PY_LIBMPI=/path/to/libmpi.so"
-    ) from None
-
-OPERATIONS = ("exchange", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "control", "gather_parameters",
-              "pipeline")  # fmt: skip
+OPERATIONS = (
+    "exchange", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "control", "gather_parameters", "checkpoint",
+    "pipeline",
+)  # fmt: skip
 DTYPES = [
     *backend.DTYPES, "float16", "float8_e4m3fn", "float8_e5m2", "complex64", "complex128", "bool",
     "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
@@ -54,13 +42,8 @@ DTYPE_NUMBER = {np.dtype(name): number for number, name in enumerate(DTYPES)}
 LEFT, FAILED, FIRST_TAG = 0, 1, 2  # tags on our communicators; from FIRST_TAG on: what is being done
 LARGEST = 2**30  # bytes in one message: older MPIs count to 2^31
 PAUSE = 50e-6  # seconds between two looks for a message, where there are more ranks than cores
-MEND = (
-    "put the bin directory of that MPI first on PATH (source .venv/bin/activate), or point MPI4PY_LIBMPI at the "
-    "launcher's libmpi.so; `python -m minizero doctor` shows both"
-)
 PATIENCE = 5.0  # seconds that a rank which failed waits for the news to come round
 
-_interrupted = -math.inf  # when Ctrl-C came last
 _rings: list[MPI.Comm] = []  # our communicators: at exit, LEFT goes to the right neighbour in each ...
 _awaited: list[MPI.Comm] = []  # ... and is awaited in these, where the left neighbour has not said it yet
 
@@ -282,12 +265,6 @@ def number_of(dtype: np.dtype[Any]) -> int:
     return number
 
 
-def launched_ranks() -> int:
-    """How many processes the launcher says it has started, by its environment variables; 1 if it says nothing."""
-    variables = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
-    return max((int(os.environ[name]) for name in variables if os.environ.get(name, "").isdigit()), default=1)
-
-
 def _drain(mpi: MPI.Comm) -> int:
     """Receive and forget one message from the left neighbour if there is one. Returns its tag, -1 for none."""
     left, status = (mpi.rank - 1) % mpi.size, MPI.Status()
@@ -319,49 +296,8 @@ def _farewell() -> None:
         time.sleep(0.001)
 
 
-def abort(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
-    """Print the traceback, each line with this rank's number, and end the whole job. Of Ctrl-C, only that it came."""
-    if kind is SystemExit:  # which ends a thread, and nothing else
-        return
-    world, interrupted = MPI.COMM_WORLD, issubclass(kind, KeyboardInterrupt)
-    lines = "".join(traceback.format_exception(kind, error, trace)).splitlines()
-    if interrupted:
-        time.sleep(1.0 if world.rank else 0)  # all ranks hear of it, and rank 0 speaks for them
-        lines = ["interrupted"]
-    with suppress(OSError, ValueError):  # closed, or nobody reads it any more
-        sys.stdout.flush()
-    with suppress(OSError, ValueError):
-        sys.stderr.write("".join(f"[rank {world.rank}/{world.size}] {line}\n" for line in lines))  # nobody cuts in
-        sys.stderr.flush()
-    time.sleep(0.2)  # launchers end the job at once: let them first pass on what was written
-    world.Abort(130 if interrupted else 1)
-    os._exit(1)  # where Abort returns, we would say LEFT before the launcher has ended us
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Ctrl-C reaches a rank twice, from the terminal and from the launcher: once is enough."""
-    global _interrupted
-    before, _interrupted = _interrupted, time.monotonic()
-    if _interrupted - before > 1:
-        raise KeyboardInterrupt
-
-
-def _initialise() -> None:
-    """Start MPI. Under Open MPI's launcher another library would end in its own words: say it in ours."""
-    library = MPI.Get_library_version()
-    if "OMPI_COMM_WORLD_SIZE" in os.environ and "Open MPI" not in library and "PMI_SIZE" not in os.environ:
-        raise RuntimeError(f"mpirun is Open MPI's, but mpi4py loaded {library.splitlines()[0].strip()}: {MEND}")
-    MPI.Init_thread()
-
-
-if not MPI.Is_initialized():
-    _initialise()
 _hall, _opened = MPI.COMM_WORLD.Idup()  # ours alone: a message of ours must not answer a receive of the user's
 if MPI.COMM_WORLD.size > 1:
-    sys.excepthook = abort
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _interrupt)
-    threading.excepthook = lambda args: abort(*args[:3])
     atexit.register(_farewell)
 else:
     _opened.Wait()

@@ -112,9 +112,14 @@ class Engine:
 
     def __call__(self, *inputs: Any) -> Tensor:
         """The model's forward. Under ZeRO-3 collective: every rank must run the same units in the same order."""
+        rows, call = self._tally.rows, self.noise.call
         if autograd.recording():
-            self._tally.rows.append(math.prod(getattr(inputs[0], "shape", ())[:1]) if inputs else 1)
-        return self.model(*inputs)
+            self._tally.rows = [*rows, math.prod(getattr(inputs[0], "shape", ())[:1]) if inputs else 1]
+        try:
+            return self.model(*inputs)
+        except BaseException:  # as if it had not been: what is drawn next does not depend on it
+            self._tally.rows, self.noise.call = rows, call
+            raise
 
     def backward(self, loss: Tensor, gradient: Any = None, examples: int | None = None) -> None:
         """Add this batch's gradients, summed over all ranks, to what is held. Collective.
@@ -250,14 +255,15 @@ class Engine:
 
         Args:
             path: a directory that all ranks see, for the checkpoints of one training.
-            extra: what else that needs to go on, such as its place in the data: what JSON can hold (tuples come
-                back as lists), the same on every rank.
+            extra: what else that needs to go on, such as its place in the data: what JSON can hold, the same on
+                every rank. (Tuples come back as lists, keys as strings, NumPy's numbers as Python's.)
             keep_last: remove all but this many checkpoints in `path`, the oldest first.
 
         Raises RuntimeError between `backward` and `step`; CheckpointError, on every rank, where the files cannot be
         written: the checkpoints before are then as they were.
         """
-        return checkpoint.save(self, path, extra, keep_last)
+        with self.comm.label("checkpoint"):
+            return checkpoint.save(self, path, extra, keep_last)
 
     def load(self, path: str | Path) -> Any:
         """Go on where the checkpoint `path`, or the latest one in it, was saved; return its `extra`. Collective.
@@ -266,7 +272,8 @@ class Engine:
         optimizer's settings (lr too) become those of the checkpoint; gradients are forgotten.
         Raises CheckpointError, on every rank, for files that are damaged or of another model; nothing has changed then.
         """
-        return checkpoint.load(self, path)
+        with self.comm.label("checkpoint"):
+            return checkpoint.load(self, path)
 
     # How units become whole.
 

@@ -8,13 +8,14 @@ run, or its result is dropped; the result of a recorded operation stays read-onl
 engine writes to its units' vectors, not through parameters: there, a count of changes is compared. What a caller gives
 as an array is copied when it becomes a Tensor, so a loader may use its buffer again at once.
 
+What it does not see: writes through a view that was taken earlier, and to an engine's vectors themselves.
 CuPy cannot make an array read-only: on a GPU only changes by an engine are noticed.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,9 +29,11 @@ if TYPE_CHECKING:
 class Hold:
     """What one operation must find unchanged in its backward. Nothing is kept alive; dropping the Hold ends it."""
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self.versions = [(tensor, tensor.version) for tensor in tensors if tensor.parameter is not None]
-        self.held = [weakref.ref(tensor) for tensor in tensors if tensor.holders or writeable(tensor._data)]
+    __slots__ = ("held", "versions")
+
+    def __init__(self, tensors: Collection[Tensor]) -> None:
+        self.versions = tuple((tensor, tensor.version) for tensor in tensors if tensor.parameter is not None)
+        self.held = tuple(weakref.ref(tensor) for tensor in tensors if tensor.holders or writeable(tensor._data))
         for tensor in (reference() for reference in self.held):
             if tensor is not None:
                 tensor.holders += 1

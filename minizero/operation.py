@@ -89,7 +89,7 @@ def made(name: str, result: Array | Tensor, *inputs: tuple[Tensor, Share]) -> Te
 def seen(name: str, x: Tensor, look: Callable[[Array], Array], share: Share) -> Tensor:
     """`look(x)`, which copies nothing: of a parameter, a View that looks again at each use."""
     now = look(x.data)
-    if not x.requires_grad and x.parameter is None and recording():
+    if x.node is None and x.parameter is None and not (x.requires_grad and recording()):
         now = now.copy()  # either may be used and frozen: it must not change through the other
     return made(name, Tensor.of(now) if x.parameter is None else View(x, look), (x, share))
 

@@ -48,6 +48,8 @@ class TensorFile:
     """
 
     def __init__(self, path: Path, tensors: Tensors) -> None:
+        if "__metadata__" in tensors:
+            raise ValueError("a parameter cannot be called __metadata__: safetensors keeps that name for itself")
         self.path = path
         self.tensors = dict(sorted(tensors.items(), key=lambda item: -item[1][0].itemsize))
         table, starts, end = {}, {}, 0
@@ -125,7 +127,9 @@ def read_table(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         with safe_open(path, "np") as file:
             parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (it is no dict)
             return {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    except SafetensorError as error:
         raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from None
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from .backend import to_host, xp
@@ -29,15 +29,21 @@ def save_weights(model: Module, path: str | Path) -> None:
     """Write the weights of a model that no engine has wrapped to a safetensors file. (`engine.save` is for the others.)
 
     A parameter that is used in several places has one tensor, under the first of its names.
+    Raises CheckpointError where the file cannot be written; one that was there before is left as it was.
     """
+    check_model("save_weights", model)
     if any(p.unit for p in model.parameters()):
         raise ValueError("save_weights: this model is wrapped by an engine: engine.save writes its weights")
     if not model._materialised:
         model.materialise()
     arrays = {name: np.ascontiguousarray(to_host(p.data)).reshape(p.shape) for name, p in model.named_parameters()}
     beside = Path(f"{path}.saving")
-    save_file(arrays, beside, metadata={"format": "pt"})
-    beside.replace(path)
+    try:
+        save_file(arrays, beside, metadata={"format": "pt"})
+        beside.replace(path)
+    except (OSError, SafetensorError) as error:
+        beside.unlink(missing_ok=True)
+        raise CheckpointError(f"save_weights: {path} cannot be written: {error}") from None
 
 
 def load_weights(model: Module, path: str | Path) -> None:
@@ -47,6 +53,10 @@ def load_weights(model: Module, path: str | Path) -> None:
     parameter that is used in several places is found under any of its names.
     Raises CheckpointError, naming tensors, where names or shapes differ; nothing has changed then.
     """
+    check_model("load_weights", model)
+    if any(p.holders for p in model.parameters()):
+        raise RuntimeError("load_weights: a forward has used these weights, and its backward has not run: run it, or "
+                           "drop its result, first")  # fmt: skip
     if any(p.unit for p in model.parameters()):
         raise ValueError("load_weights: this model is wrapped by an engine: load weights before wrapping, "
                          "or a whole checkpoint with engine.load")  # fmt: skip
@@ -72,6 +82,11 @@ def load_weights(model: Module, path: str | Path) -> None:
     model.name_parameters()
     for parameter, array in arrays.items():
         parameter.bind(array)
+
+
+def check_model(name: str, model: Module) -> None:
+    if not isinstance(model, Module):
+        raise TypeError(f"{name}: needs an nn.Module that no engine has wrapped, not {type(model).__name__}")
 
 
 def every_name(module: Module, prefix: str = "", above: tuple[Module, ...] = ()) -> Iterator[tuple[str, Parameter]]:

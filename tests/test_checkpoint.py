@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -16,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 import minizero as mz
 from launch import BIN, OPEN_MPI, ROOT, run_python, run_ranks
 from minizero import functional as F
-from minizero import nn
+from minizero import memory, nn, weights
 from minizero.backend import bfloat16, to_host
 
 JOBS = "tests/jobs"
@@ -104,6 +105,7 @@ def test_weights_go_to_a_file_that_safetensors_reads_and_come_back(dtype: str, t
     mz.save_weights(model, file)
     assert same(load_file(file), weights_of(model))
     mz.load_weights(other, file)
+    assert all(p.name == name for name, p in other.named_parameters())
     assert same(weights_of(other), weights_of(model)) and [p.name for p in tmp_path.iterdir()] == [file.name]
     tokens = np.array([[1, 2, 3]])
     assert to_host(other(tokens).data).tobytes() == to_host(model(tokens).data).tobytes()
@@ -159,7 +161,10 @@ def test_weights_that_do_not_fit_are_refused_by_name_and_nothing_changes(tmp_pat
         "more": ({**truth, "extra.weight": truth["norm.gain"]}, r"also has extra\.weight$"),
         "shape": ({**truth, "norm.gain": np.ones(5, "float32")}, r"differs in norm\.gain \(\(5,\), here \(6,\)\)$"),
         "integers": ({**truth, "norm.gain": np.ones(6, "int64")}, r"norm\.gain is I64"),
-        "tied": ({**truth, "head.weight": truth["token.weight"] + 1}, r"token\.weight and head\.weight are one"),
+        "tied": (
+            {**{n: a + 1 for n, a in truth.items()}, "head.weight": truth["token.weight"]},
+            r"token\.weight and head\.weight are one",
+        ),
     }
     for state, words in bad.values():
         save_file(state, file)
@@ -173,11 +178,108 @@ def test_weights_that_do_not_fit_are_refused_by_name_and_nothing_changes(tmp_pat
         mz.load_weights(model, tmp_path)
     with pytest.raises(mz.CheckpointError, match="No such file"):
         mz.load_weights(model, tmp_path / "nothing")
+    with pytest.raises(TypeError, match=r"needs an nn.Module that no engine has wrapped, not Zero1"):
+        mz.load_weights(mz.Zero1(gpt(1), mz.Adam()), file)  # type: ignore[arg-type]
     untouched = gpt(1)
     save_file({}, file)
     with pytest.raises(mz.CheckpointError, match="lacks"):
         mz.load_weights(untouched, file)
     assert same(weights_of_fresh(untouched), truth)
+
+
+def test_weights_are_not_exchanged_between_forward_and_backward(tmp_path: Path) -> None:
+    model, file = gpt(1), tmp_path / "w.safetensors"
+    mz.save_weights(gpt(2), file)
+    loss = F.cross_entropy(model(np.array([[1, 2]])), np.array([[2, 3]]))
+    with pytest.raises(RuntimeError, match="its backward has not run"):
+        mz.load_weights(model, file)
+    loss.backward()
+    mz.load_weights(model, file)
+
+
+def test_what_a_killed_save_put_aside_comes_back_and_a_users_own_copies_stay(tmp_path: Path) -> None:
+    engine = mz.Zero1(gpt(1), mz.Adam())
+    engine.save(tmp_path, extra="old")
+    shutil.copytree(tmp_path / "step-0", tmp_path / "step-0-best")
+    (tmp_path / "step-0").rename(tmp_path / ".step-0.gone")
+    (tmp_path / ".step-9.saving").write_text("")
+    (tmp_path / "step-7").symlink_to(tmp_path / "step-0-best")
+    assert engine.load(tmp_path) == "old"
+    engine.backward(F.cross_entropy(engine(np.array([[1, 2]])), np.array([[2, 3]])))
+    engine.step()
+    engine.save(tmp_path)
+    assert engine.load(tmp_path / "step-0") == "old"
+    engine.save(tmp_path, keep_last=1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-0", "step-0-best"]
+    assert engine.load(tmp_path / "step-0-best") == "old"
+
+
+def test_all_is_flushed_to_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[tuple[str, Any]] = []
+
+    def noted(what: str, act: Any, subject: Any) -> Any:
+        def noting(*given: Any) -> None:
+            events.append((what, subject(*given)))
+            act(*given)
+
+        return noting
+
+    monkeypatch.setattr(os, "fsync", noted("fsync", os.fsync, lambda number: os.fstat(number).st_ino))
+    monkeypatch.setattr(os, "rename", noted("rename", os.rename, lambda _, new: Path(new).name))
+    monkeypatch.setattr(os, "replace", noted("replace", os.replace, lambda _, new: Path(new).name))
+    folder = mz.Zero1(gpt(1), mz.Adam()).save(tmp_path)
+    first = events.index(("rename", "step-0"))
+    flushed = {inode for what, inode in events[:first] if what == "fsync"}
+    assert flushed >= {path.stat().st_ino for path in (folder, *folder.iterdir())}, events
+    last = events.index(("replace", "latest"))
+    assert first < last and ("fsync", (tmp_path / "latest").stat().st_ino) in events[:last]
+    assert ("fsync", tmp_path.stat().st_ino) in events[last:]
+
+
+def test_out_of_memory_while_loading_leaves_the_engine_as_it_was(tmp_path: Path) -> None:
+    def make() -> mz.Engine:
+        return mz.Zero1(nn.MLP([300, 200, 100, 3]), mz.Adam())
+
+    source = make()
+    source.backward(F.cross_entropy(source(np.ones((1, 300), "float32")), np.array([1])))
+    source.step()
+    source.save(tmp_path / "run")
+    engine = make()
+    with pytest.raises(memory.OutOfMemory), memory.budget("600 kB", engine):
+        engine.load(tmp_path / "run")
+    assert engine.steps == 0 and all(unit.state is None for unit in engine.units)
+    engine.save(tmp_path / "other")
+    engine.load(tmp_path / "run")
+    assert engine.steps == 1 and same(engine.gather_parameters(), source.gather_parameters())
+
+
+def test_a_module_that_knows_its_parent_can_be_loaded(tmp_path: Path) -> None:
+    layer = nn.Linear(2, 3)
+    model = nn.Sequential(layer)
+    layer.parent = model  # type: ignore[attr-defined]
+    mz.save_weights(model, tmp_path / "w")
+    mz.load_weights(model, tmp_path / "w")
+
+
+def test_a_file_of_weights_that_cannot_be_written_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, folder = tmp_path / "w.safetensors", tmp_path / "folder"
+    mz.save_weights(gpt(1), file)
+    before = file.read_bytes()
+    folder.mkdir()
+    for path in (folder, tmp_path / "nowhere" / "w"):
+        with pytest.raises(mz.CheckpointError, match=r"save_weights: .* cannot be written"):
+            mz.save_weights(gpt(2), path)
+
+    def half(arrays: Any, path: Path, **options: Any) -> None:
+        path.write_bytes(b"half")
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(weights, "save_file", half)
+    with pytest.raises(mz.CheckpointError, match="the disk is full"):
+        mz.save_weights(gpt(2), file)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", file.name] and file.read_bytes() == before
 
 
 def test_two_parameters_of_one_name_are_refused_before_one_of_them_is_lost() -> None:

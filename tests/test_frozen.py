@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -151,6 +152,32 @@ def test_a_step_between_forward_and_backward_is_refused(stage: type[mz.Engine]) 
     engine.step()
     assert engine.steps == 2
     assert all(array.tobytes() != before[name] for name, array in engine.gather_parameters().items())
+
+
+@pytest.mark.parametrize("stage", mz.STAGES)
+def test_a_load_between_forward_and_backward_is_refused(stage: type[mz.Engine], tmp_path: Path) -> None:
+    model = nn.MLP([5, 4, 3])
+    for parameter in model.parameters()[:1] + model.parameters()[2:]:
+        parameter.requires_grad = False  # a frozen weight is loaded, too
+    engine = stage(model, mz.SGD(lr=0.1))
+    engine.save(tmp_path)
+    loss = F.cross_entropy(engine(np.ones((2, 5), "float32")), np.array([0, 2]))
+    engine.load(tmp_path)
+    with pytest.raises(RuntimeError, match=r"layers\.\d\.\w+ was changed by step\(\) or load\(\)"):
+        engine.backward(loss)
+    assert not any(unit.collecting for unit in engine.units)
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["leaf", "constant"])
+def test_a_view_made_without_recording_has_an_array_of_its_own(given: bool) -> None:
+    x, w = Tensor(np.ones((3, 2)), requires_grad=given), Tensor(np.full((2, 3), 2.0), requires_grad=True)
+    with mz.no_grad():
+        y = x.reshape(2, 3)
+    loss = F.sum(F.mul(w, y))
+    spoil(x.data)
+    loss.backward()
+    assert to_host(w.grad).tolist() == [[1.0] * 3] * 2
+    spoil(y.data)
 
 
 @on_numpy

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -56,15 +57,30 @@ def test_what_cannot_go_on_is_one_line_from_rank_0(tmp_path: Path) -> None:
             (*usual, "--steps", 20, "--batch", 100, "--seed", 3),
             "was saved with --batch 480, --seed 0: what goes on must be",
         ),
-        ((*usual, "--steps", 11), "DP was saved after 10 steps: --steps must be 12 or more"),
+        ((*usual, "--steps", 11), "step-10 was saved after 10 steps: --steps must be 12 or more"),
         (("--width", 17, "--layers", 3), "layers.0.weight (BF16 (16, 64), here BF16 (17, 64))"),
     ):
         done = run_ranks(2, LESSON, *options, "--resume", tmp_path, check=False)
         assert done.returncode != 0 and complaint in done.stderr, done
         assert len([line for line in done.stderr.splitlines() if str(tmp_path) in line]) == 1
         assert "Traceback" not in done.stderr
+    done = run_ranks(2, LESSON, "--save", tmp_path, check=False)
+    assert done.returncode != 0 and f"--save: {tmp_path} has checkpoints: --resume {tmp_path}, or" in done.stderr
+    assert sorted(p.name for p in (tmp_path / "DP").iterdir()) == ["latest", "step-10", "step-12"]
+    done = run_ranks(2, LESSON, "--save", tmp_path / "DP" / "latest", check=False)
+    assert done.returncode != 0 and "--save: " in done.stderr and "Traceback" not in done.stderr
     done = run_ranks(2, LESSON, "--resume", tmp_path / "nothing", check=False)
     assert done.returncode != 0 and f"--resume: there is no checkpoint in {tmp_path / 'nothing'}" in done.stderr
+
+
+def test_after_a_break_on_other_ranks_all_stages_go_on_from_one_checkpoint_and_have_the_same_bits(
+    tmp_path: Path,
+) -> None:
+    report(3, "--steps", 12, "--save", tmp_path)
+    went_on = report(2, "--steps", 24, "--resume", tmp_path, "--save", tmp_path)  # its verdicts are looked at there
+    assert len(went_on["runs"]) == 2
+    shutil.rmtree(tmp_path / "ZeRO-1")  # as if it had been interrupted before
+    assert report(2, "--steps", 30, "--resume", tmp_path)["runs"].keys() == {"DP", "ZeRO-1"}
 
 
 @pytest.mark.parametrize("ranks", [2, 5])

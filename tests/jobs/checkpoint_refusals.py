@@ -118,7 +118,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "weights written by another program": (rewrite(WEIGHTS), (WEIGHTS, "not written by engine.save")),
     "no weights": (lambda f: (f / WEIGHTS).unlink(), (WEIGHTS, "No such file")),
     "no moments": (lambda f: (f / MOMENTS).unlink(), (MOMENTS, "No such file")),
-    "a directory for weights": (directory(WEIGHTS), (WEIGHTS, "not a whole safetensors file")),
+    "a directory for weights": (directory(WEIGHTS), (WEIGHTS,)),
     "other steps in state": (edit(lambda s: s.update(steps=7)), (STATE, "changed after it was saved")),
     "another lr in state": (edit(lambda s: s["optimizer"]["settings"].update(lr=9)), (STATE, "changed after")),
     "another extra in state": (edit(lambda s: s.update(extra=9)), (STATE, "changed after it was saved")),
@@ -239,11 +239,14 @@ def what_cannot_be_saved_is_refused_before_anything_is_written() -> None:
         engine.backward(F.cross_entropy(engine(x), np.array([0, 2])))
     refused(RuntimeError, lambda: engine.save(where), "gradients that no step has used")
     engine.zero_grad()
-    for keep in (0, -1):
+    keeps: tuple[Any, ...] = (0, -1, 2.0, "3")
+    for keep in keeps:
         refused(ValueError, partial(engine.save, where, keep_last=keep), "keep_last must be at least 1")
     refused(TypeError, lambda: engine.save(where, extra={"a": np.zeros(3)}), "ndarray", ".tolist()")
     refused(TypeError, lambda: engine.save(where, extra=engine), "Zero2", "JSON")
+    refused(TypeError, lambda: engine.save(where, extra={1: "a", "1": "b"}), "keys that are the same in JSON")
     if comm.size > 1:
+        refused(ValueError, lambda: engine.save(where, keep_last=1 + comm.rank), "keep_last", "same on all ranks")
         refused(ValueError, lambda: engine.save(where, extra=comm.rank), "extra", f"ranks {[*range(1, comm.size)]}")
         refused(ValueError, lambda: engine.save(root / f"never {comm.rank}"), "path", "same on all ranks")
         engine.optimizer.lr = 0.1 * (1 + comm.rank // (comm.size - 1))
@@ -263,6 +266,13 @@ class Interleaved(mz.Zero1):
         unit.weights[:] = mz.ring.all_reduce(self.comm, whole)
 
 
+class Server(mz.DataParallel):
+    """Rank 0 alone keeps the weights."""
+
+    def place(self, unit: Any) -> None:
+        unit.weights = unit.weights if self.comm.rank == 0 else unit.weights[:0].copy()
+
+
 class Half(mz.Zero1):
     def mine(self, unit: Any, vector: Any) -> Any:
         return unit.own(vector)[: unit.own(vector).size // 2]
@@ -276,6 +286,10 @@ def a_stage_whose_elements_lie_apart_can_train_and_is_told_that_it_cannot_save()
     assert not differences(state_of(engine), state_of(truth)), "the stage itself is wrong"
     if comm.size > 1:
         refused(ValueError, lambda: engine.save(root / "never"), "Interleaved.mine", "side by side")
+    if comm.size > 1:
+        refused(mz.CheckpointError, lambda: fresh(Server).save(root / "server"), "neither all 24 nor", "rank 1")
+        refused(mz.CheckpointError, lambda: fresh(Server).load(good), "neither all 24 nor", "rank 1")
+        assert not list((root / "server").iterdir())
     refused(ValueError, lambda: fresh(Half).save(root / "never"), "Half.mine", "neither all to each, nor each to one")
 
 
