@@ -25,7 +25,6 @@ from minizero import functional as F
 from minizero import memory, nn, plan
 from minizero.mesh import refusal
 from minizero.pipeline import gpipe, one_f_one_b, timeline
-from minizero.plan import format_bytes
 from options import CONTEXT, Parser, number
 
 STAGES = dict(zip(plan.STAGES, mz.STAGES, strict=True))
@@ -188,7 +187,7 @@ def compare(mesh: mz.Mesh, task: Options, report: common.Report, seen: dict[str,
         wrong += [f"{name} in {key} on rank {mesh.comm.rank}" for key in truth if differ(truth[key], mine.get(key))]
     faults = [fault for each in report.from_all(wrong) for fault in each]
     names = ", ".join(name for name in seen if name != "DP")
-    same = f"{names}: all weight and moment tensors of each rank's part"
+    same = f"{names}: all weights and moments on every rank"
     report.verdict("same bits as DP on the same mesh", not faults, (faults or [same])[0])
 
 
@@ -202,8 +201,8 @@ def norms(mesh: mz.Mesh, task: Options, report: common.Report) -> None:
     wrong = pipeline.engine.clip_grad_norm(1e9)
     comm.counts_copies = once
     report.facts["norm"] = {"once": right, "tp times": wrong}
-    report.print(f"\ngradient norm {right:.4f}, each parameter counted once; with what all tp ranks hold counted on each: "
-                 f"gradient norm {wrong:.4f}")  # fmt: skip
+    report.print(f"\ngradient norm {right:.4f} over the whole mesh, each parameter counted once")
+    report.print(f"gradient norm {wrong:.4f} if what all tp ranks hold were counted on each of them")
 
 
 def schedules(mesh: mz.Mesh, task: Options, report: common.Report) -> None:
@@ -222,14 +221,14 @@ def schedules(mesh: mz.Mesh, task: Options, report: common.Report) -> None:
         for stage, row in enumerate(turns):
             count, nbytes = alive[stage]
             told = " ".join(f"{do or '.'!s:2}" for do in row)
-            report.print(f"pp {stage}  {told} │ {count} alive at once, {format_bytes(nbytes)} of activations")
+            report.print(f"pp {stage}  {told} │ {count} alive at once, {nbytes / 1e6:.1f} MB of activations")
 
 
 def reductions(mesh: mz.Mesh, task: Options, report: common.Report) -> None:
     """What the dp group sends if every micro-batch is reduced, or only their sum; and what a rank holds meanwhile."""
     dp = mesh.dp.size
     report.facts["reductions"] = {}
-    report.print(f"\nSent along dp in Ψ(dp-1)/dp, and gradients held before the last backward, in bytes per parameter: "
+    report.print(f"\nSent along dp, in Ψ(dp-1)/dp; gradients held before the last backward, in bytes per parameter; "
                  f"k = {task.k}")  # fmt: skip
     report.print("          each is reduced  held │ only their sum  held")
     for name, stage in STAGES.items():
@@ -319,11 +318,9 @@ def what_helps(case: Case, report: common.Report) -> None:
         waits = f"{turns.count(None)} of {len(turns)}" if way.pp > 1 else ""
         found[str(way)] = {"needs": most, "sent": sent}
         cells = "".join(f"{n:12,}" for n in sent.values())
-        report.print(f"{way!s:21}{format_bytes(most):>10}  {'fits' if fits else 'no':5}{waits:>8} │    {cells}")
+        report.print(f"{way!s:21}{most / 1e6:7.1f} MB  {'fits' if fits else 'no':5}{waits:>8} │    {cells}")
     report.facts[case.title] = found
-    report.verdict(
-        f"{case.title}: what should help helps, and nothing else", fit == case.cures, ", ".join(map(str, fit))
-    )
+    report.verdict(f"{case.title}: only what should help does", fit == case.cures, ", ".join(map(str, fit)))
 
 
 def main() -> None:

@@ -218,7 +218,7 @@ def lines(figures: Figures, device: str | None) -> Iterator[str]:
     k = figures["mesh"]["micro_batches"]
     formulas = ", ".join(str(traffic(stage, k)) for stage in STAGES)
     of = "one micro-batch" if k == 1 else f"{k} micro-batches, each reduced as it finishes"
-    yield f"sent: by a rank per step of {of}, {formulas} Ψ(N-1)/N with Ψ = {psi}, all weights"
+    yield from _wrap(f"sent: by a rank per step of {of}, {formulas} Ψ(N-1)/N with Ψ = {psi}, all weights")
     yield from plan_mesh.traffic_lines(figures)
     if len(plans) > 1:
         yield from _by_ranks(plans, scale)
