@@ -14,7 +14,7 @@ from minizero import functional as F
 from minizero import memory, nn, plan
 
 GPT: dict[str, Any] = {"vocab": 50, "context": 16, "width": 64, "heads": 4, "layers": 4, "tied": False}
-K, BATCH = 4, 4
+K, BATCH = 3, 4
 
 mesh = mz.Mesh(mz.Communicator(), *map(int, sys.argv[1:]))
 dp, pp, tp = mesh.sizes
