@@ -245,7 +245,7 @@ def test_out_of_memory_while_loading_leaves_the_engine_as_it_was(tmp_path: Path)
     source.step()
     source.save(tmp_path / "run")
     engine = make()
-    with pytest.raises(memory.OutOfMemory), memory.budget("600 kB", engine):
+    with pytest.raises(memory.OutOfMemory), memory.budget("950 kB", engine):
         engine.load(tmp_path / "run")
     assert engine.steps == 0 and all(unit.state is None for unit in engine.units)
     engine.save(tmp_path / "other")
