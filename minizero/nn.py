@@ -281,7 +281,7 @@ class GPT(Module):
             self.head.weight = self.token.weight
 
     def forward(self, tokens: Any) -> Tensor:
-        tokens = tokens if isinstance(tokens, Tensor) else Tensor.of(tokens)
+        tokens = Tensor.of(tokens)
         if tokens.ndim != 2 or not tokens.shape[1]:
             raise ValueError(f"GPT: tokens must be (batch, time), with at least one in time, not {tokens.shape}")
         time = tokens.shape[1]
