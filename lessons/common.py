@@ -121,7 +121,7 @@ class Report:
             self._look = step in looks
             self._losses, self._examples = 0.0, 0
             sent.clear()
-            with self._recording(step - first):
+            with self._recording(step - first, self.task.steps - first):
                 yield batch
             run.traffic = most(run.traffic, sent)
             if isinstance(forward, mz.Engine):
@@ -145,9 +145,9 @@ class Report:
         self.print(f"{name} goes on after {forward.steps} steps, from {folder}")
         return int(forward.steps)
 
-    def _recording(self, step: int) -> Any:
+    def _recording(self, step: int, steps: int) -> Any:
         """A context around a step, which costs nothing but for one step on rank 0 with --plot."""
-        run, wanted = self._run, min(2, self.task.steps - 1)  # moments exist from the second step on
+        run, wanted = self._run, min(2, steps - 1)  # moments exist from the second step on
         if self.task.plot is None or step != wanted or MPI.COMM_WORLD.rank or not isinstance(run.forward, mz.Engine):
             return nullcontext()
         return pictures.recording(run.forward, run.recorded, run.name)

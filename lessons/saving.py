@@ -62,7 +62,8 @@ class Saver:
                 (Path(self.save) / name).mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 return None, f"--save: {error}"
-            if not self.resume and saved_in(Path(self.save) / name):
+            here, back = Path(self.save).resolve(), Path(self.resume or "/").resolve()
+            if saved_in(here / name) and here not in (back, *back.parents):  # they would be replaced
                 return None, f"--save: {self.save} has checkpoints: --resume {self.save}, or save somewhere else"
         if not self.resume:
             return None, ""
@@ -80,10 +81,7 @@ class Saver:
         was = extra(folder)
         changed = [f"--{key.replace('_', '-')} {was.get(key)}" for key in DATA if was.get(key) != self.data[key]]
         if changed:
-            return (
-                None,
-                f"--resume: {folder} was saved with {', '.join(changed)}: what goes on must be the same training",
-            )
+            return None, f"--resume: {folder} was saved with {', '.join(changed)}: go on with the same training"
         return folder, ""
 
 

@@ -92,8 +92,10 @@ class Tensor:
             dtype_of(self._data.dtype)
 
     @classmethod
-    def of(cls, array: Array) -> Tensor:
-        """A Tensor of this very array, not of a copy."""
+    def of(cls, array: Tensor | Array) -> Tensor:
+        """A Tensor of this very array, not of a copy; what is a Tensor already is returned."""
+        if isinstance(array, Tensor):
+            return array
         self = Tensor.__new__(Tensor)
         self._data = array if isinstance(array, xp.ndarray) else xp.asarray(array)
         self.requires_grad, self.grad, self.node, self.holders = False, None, None, 0

@@ -124,14 +124,8 @@ def load(engine: Engine, path: str | Path) -> Any:
             raise CheckpointError(f"{task}: {name} was damaged after it was saved: {len(wrong)} of {len(crcs)} "
                                   f"checksums differ, the first of block {wrong[0]}")  # fmt: skip
 
-    fresh = [unit for unit in engine.units if unit.trainable and unit.state is None and state["steps"]]
-    try:
-        for unit in fresh:
-            unit.state = engine.optimizer.init(engine.mine(unit, unit.weights))
-    except MemoryError:
-        for unit in fresh:
-            unit.state = None
-        raise
+    if state["steps"]:
+        engine.make_states()
     for unit in engine.units:
         unit.version += 1
         unit.state = unit.state if state["steps"] else None

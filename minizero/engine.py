@@ -164,14 +164,7 @@ class Engine:
         self._average()
         if self._bad:
             refuse_bad_numbers(self.comm, self._trained, self.steps + 1)
-        fresh = [unit for unit in self._trained if unit.state is None]
-        try:
-            for unit in fresh:
-                unit.state = self.optimizer.init(self.mine(unit, unit.weights))
-        except MemoryError:
-            for unit in fresh:
-                unit.state = None
-            raise
+        self.make_states()
         for unit in self._trained:
             weights, gradient = self.mine(unit, unit.weights), self.mine(unit, unit.gradient)
             self.optimizer.update(self.steps + 1, weights, gradient, unit.state or {})
@@ -180,6 +173,17 @@ class Engine:
                 self.publish(unit)
         self.steps += 1
         self.zero_grad()
+
+    def make_states(self) -> None:
+        """Give each trained unit the optimizer's state, where it has none yet; out of memory, none keeps a new one."""
+        fresh = [unit for unit in self._trained if unit.state is None]
+        try:
+            for unit in fresh:
+                unit.state = self.optimizer.init(self.mine(unit, unit.weights))
+        except MemoryError:
+            for unit in fresh:
+                unit.state = None
+            raise
 
     def zero_grad(self) -> None:
         """Forget all gradients since the last step, as if `backward` had not been called."""

@@ -321,7 +321,7 @@ def embedding(weight: Operand, tokens: Operand) -> Tensor:
 def cross_entropy(logits: Operand, targets: Operand) -> Tensor:
     """Mean of -log softmax(logits)[target]; 0 if empty. Logits (..., classes), integer targets (...)."""
     (logits,), dtype = operands("cross_entropy", logits)
-    shape, targets = logits.shape, targets if isinstance(targets, Tensor) else Tensor.of(targets)
+    shape, targets = logits.shape, Tensor.of(targets)
     if not shape or not shape[-1] or targets.shape != shape[:-1]:
         raise ValueError(f"cross_entropy: targets {targets.shape} do not fit logits {shape}, (..., classes)")
     column = integers("cross_entropy", "targets", targets, shape[-1]).copy().reshape(-1)

@@ -56,7 +56,9 @@ def abort(kind: type[BaseException], error: BaseException | None, trace: Traceba
     world, interrupted = MPI.COMM_WORLD, issubclass(kind, KeyboardInterrupt)
     lines = "".join(traceback.format_exception(kind, error, trace)).splitlines()
     if interrupted:
-        time.sleep(1.0 if world.rank else 0)  # all ranks hear of it, and rank 0 speaks for them
+        time.sleep(
+            1.5 * (world.rank > 0) + 0.5 * min(world.rank, 6)
+        )  # all hear of it: the lowest that can speaks for all
         lines = ["interrupted"]
     with suppress(OSError, ValueError):  # closed, or nobody reads it any more
         sys.stdout.write("\n" * interrupted)  # below a line that was growing

@@ -322,7 +322,7 @@ class GPT(Module):
         return self.logits(x)
 
     def embed(self, tokens: Any) -> Tensor:
-        tokens = tokens if isinstance(tokens, Tensor) else Tensor.of(tokens)
+        tokens = Tensor.of(tokens)
         if tokens.ndim != 2 or not tokens.shape[1]:
             raise ValueError(f"GPT: tokens must be (batch, time), with at least one in time, not {tokens.shape}")
         time = tokens.shape[1]

@@ -34,7 +34,7 @@ def operation(function: Operation) -> Operation:
 
 def tensor(x: Operand) -> Tensor:
     """`x` as a Tensor; of an array a copy, if it may have to be remembered."""
-    return x if isinstance(x, Tensor) else Tensor(x) if recording() else Tensor.of(x)
+    return Tensor(x) if recording() and not isinstance(x, Tensor) else Tensor.of(x)
 
 
 def operands(name: str, *given: Operand) -> tuple[list[Tensor], np.dtype[Any]]:
@@ -82,8 +82,7 @@ def made(name: str, result: Array | Tensor, *inputs: tuple[Tensor, Share]) -> Te
     def backward(gradient: Array) -> tuple[Array | None, ...]:
         return tuple(way and unbroadcast(way[0](gradient), way[1]) for way in ways)
 
-    out = result if isinstance(result, Tensor) else Tensor.of(result)
-    return record(out, tuple(x for x, _ in inputs), backward, name)
+    return record(Tensor.of(result), tuple(x for x, _ in inputs), backward, name)
 
 
 def seen(name: str, x: Tensor, look: Callable[[Array], Array], share: Share) -> Tensor:
@@ -124,7 +123,7 @@ def spread(gradient: Array, shape: tuple[int, ...], axis: Axis, keepdims: bool) 
 
 def integers(name: str, what: str, given: Operand, count: int) -> Array:
     """`given`, if it is integers in [0, count), as an array: the caller's own, so copy what backward needs."""
-    ids = given.data if isinstance(given, Tensor) else xp.asarray(given)
+    ids = Tensor.of(given).data
     if ids.dtype.kind not in "iu":
         raise TypeError(f"{name}: {what} must be integers, not {ids.dtype}")
     low, high = (int(ids.min()), int(ids.max())) if ids.size else (0, -1)

@@ -4,7 +4,8 @@
     load_weights(model, "weights.safetensors")      safetensors.torch.save_file(torch_model.state_dict(), ...)
 
 Names and shapes must be the same on both sides; our `Linear` and `Embedding` name and lay out their weights as
-PyTorch does. `load_weights` takes a checkpoint that `engine.save` wrote, too: its weights are such a file.
+PyTorch does (`LayerNorm` calls its weight `gain`). `load_weights` takes a checkpoint that `engine.save` wrote, too:
+its weights are such a file.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ import gc
 import time
 import tracemalloc
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import minizero as mz
 from minizero import Tensor, nn
 from minizero import functional as F
 from minizero.backend import to_host, xp
+from test_autograd import no_collector
 
 f4 = np.float32
 INF, NAN = np.inf, np.nan
@@ -88,17 +89,6 @@ def test_a_broadcast_input_has_a_gradient_of_its_own_shape(one: tuple[int, ...],
 
 
 # Case 31
-
-
-@contextmanager
-def no_collector() -> Iterator[None]:
-    """Only reference counts free memory: what hangs in a cycle stays, and is seen."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def chain(x: Tensor, operations: int = 50_000) -> tuple[Tensor, weakref.ref[Tensor]]:

@@ -6,11 +6,10 @@ ranks (jobs/cases_ranks.py). test_ranks.py lets ranks leave elsewhere: before th
 """
 
 import re
-import time
 
 import pytest
 
-from launch import ROOT, Done, run_ranks
+from launch import ROOT, Done, run_ranks, seconds_to_end
 
 JOB = ROOT / "tests" / "jobs" / "cases_ranks.py"
 CLAIMS = re.findall(r"^def (\w+(?:_\w+){4,})\(\) -> None:", JOB.read_text(), re.MULTILINE)
@@ -25,9 +24,7 @@ WAITS = {  # what the neighbour waits for, where the one that leaves does so bef
 def let_leave(n: int, how: str, who: int, stage: str) -> Done:
     """Run the job, which must end within 10 s of the leaving."""
     done = run_ranks(n, "tests/jobs/cases_ranks_leave.py", how, who, stage, check=False, timeout=90)
-    left = re.search(r"leaving at ([\d.]+)", done.stdout)
-    assert left, f"rank {who} did not come to the point of leaving: {done.stdout}{done.stderr}"
-    took = time.time() - float(left[1])
+    took = seconds_to_end(done)
     assert took < 10, f"{how}: the job went on for {took:.1f} s: {done.stderr}"
     return done
 
@@ -74,6 +71,13 @@ def test_an_interrupt_of_one_rank_ends_the_job_with_its_name() -> None:
     done = let_leave(3, "SIGINT", 2, "Zero3")
     assert done.returncode, f"the job ended with code 0: {done.stderr}"
     assert "[rank 2/3] interrupted" in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("deaf", [0, 2])
+def test_of_an_interrupt_of_all_ranks_the_lowest_that_hears_it_says_one_line(deaf: int) -> None:
+    done = let_leave(5, "Ctrl-C", deaf, "Zero3")
+    said = re.findall(r"\[rank (\d)/5\] (.*)", done.stderr)
+    assert done.returncode and said == [(str(int(not deaf)), "interrupted")], done.stderr
 
 
 @pytest.mark.parametrize(("n", "how", "who", "stage"), [(3, "SIGKILL", 1, "Zero2"), (2, "SIGTERM", 0, "Zero3")])

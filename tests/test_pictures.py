@@ -345,6 +345,17 @@ def test_each_text_shows_its_small_pictures_with_words_for_who_cannot_see_them()
     assert set((LESSONS / "pictures").iterdir()) == shown
 
 
+@pytest.mark.parametrize("number", range(1, 5))
+def test_the_words_beside_a_picture_name_its_highest_points(number: int) -> None:
+    (text,) = LESSONS.glob(f"0{number}_*.md")
+    words = re.findall(rf"highest points?([^!]*)\]\(pictures/0{number}-step\.png\)", text.read_text())
+    said = [float(each) for each in re.findall(r"\d\.\d+", words[0])]
+    drawn = [
+        float(each) for each in re.findall(r">([\d.]+) MB<", (LESSONS / f"pictures/0{number}-step.svg").read_text())
+    ]
+    assert len(said) == len(drawn) == number and said == pytest.approx(drawn, abs=0.0051), (said, drawn)
+
+
 def test_numbers_have_three_digits_in_the_picture() -> None:
     for size, wanted in ((954_358, "0.954 MB"), (12_000_000, "12.0 MB"), (1_234_567_890, "1,235 MB")):
         terms = dict.fromkeys(memory.TERMS, 0) | {"weights": size}

@@ -88,6 +88,7 @@ LEAVE: dict[str, Any] = {
     "SIGKILL": lambda: on_a_signal(signal.SIGKILL),
     "SIGTERM": lambda: on_a_signal(signal.SIGTERM),
     "SIGINT": lambda: on_a_signal(signal.SIGINT),
+    "Ctrl-C": lambda: time.sleep(60),
     "except": from_an_except,
     "finally": from_a_finally,
     "hook": with_a_hook_of_its_own,
@@ -104,6 +105,8 @@ def main() -> None:
     generator = np.random.default_rng(engine.comm.rank)
     x, y = generator.standard_normal((4, 6), np.float32), generator.integers(0, 3, 4)
     for step in range(3):
+        if step == 2 and how == "Ctrl-C" and engine.comm.rank != who:  # one is deaf to it, as if in a long call
+            on_a_signal(signal.SIGINT)
         if step == 2 and engine.comm.rank == who and how != "at the end":
             os.write(1, f"leaving at {time.time()}\n".encode())
             if how == "too early":
