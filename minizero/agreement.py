@@ -21,6 +21,7 @@ import numpy as np
 from . import ring
 from .comm import Communicator
 from .flat import Unit
+from .nn import Module
 from .optim import all_finite, square_sum
 
 if TYPE_CHECKING:
@@ -51,11 +52,24 @@ def compare_models(engine: Engine) -> None:
             f"{len(mine)} parameters of {sum(unit.size for unit in engine.units)} elements"
         )
     if engine.comm.beyond:
-        seeds = exchange_facts(engine.comm.beyond, zlib.crc32(f"{names} {engine.model.seed}".encode()))
-        others = np.flatnonzero(seeds != seeds[0]).tolist()
+        whole = engine.model.whole or summary(engine.model)
+        facts = exchange_facts(engine.comm.beyond, zlib.crc32(f"{names} {engine.model.seed} {whole}".encode()))
+        others = np.flatnonzero(facts != facts[0]).tolist()
         if others:
-            raise ValueError(f"ranks {others} of the mesh differ from rank 0: stage, optimizer and seed must be the "
-                             f"same. Here: {names}, seed {engine.model.seed}")  # fmt: skip
+            raise ValueError(
+                f"ranks {others} of the mesh differ from rank 0: stage, optimizer, seed and the model "
+                f"that all have a part of must be the same. Here: {names}, seed {engine.model.seed}, {whole}"
+            )
+
+
+def summary(model: Module) -> str:
+    """What all ranks of a mesh must build alike: the whole of it, whichever slices and layers are whose."""
+    found = [
+        (name, getattr(p, "whole", p.shape), p.part[1], str(p.dtype), p.requires_grad)
+        for name, p in model.named_parameters()
+    ]
+    size = sum(math.prod(whole) for _, whole, *_ in found)
+    return f"a model of {len(found)} parameters, {size} elements ({zlib.crc32(str(found).encode()):08x})"
 
 
 def square_sums(engine: Engine) -> Table:

@@ -18,15 +18,17 @@ from __future__ import annotations
 
 import math
 
-from .comm import Communicator
+import numpy as np
+
+from .comm import MPI, Communicator
 
 
 class Mesh:
     """The ranks of `comm` in three axes, each with a ring of its own. Collective.
 
     Args:
-        comm: the ranks to place; all of them where it is left out.
-        dp, pp, tp: ranks along each axis. Raises ValueError, on all ranks, unless their product is N.
+        comm: the ranks to place; all of them where it is left out. An mpi4py communicator is taken, too.
+        dp, pp, tp: ranks along each axis. Raises ValueError, on all ranks, unless they are integers of product N.
 
     Attributes:
         dp, pp, tp: this rank's group along each axis, a Communicator; its `rank` is the coordinate. An engine on `dp`
@@ -35,8 +37,10 @@ class Mesh:
         comm: the whole.
     """
 
-    def __init__(self, comm: Communicator | None = None, dp: int = 1, pp: int = 1, tp: int = 1) -> None:
-        self.comm = Communicator() if comm is None else comm
+    def __init__(self, comm: Communicator | MPI.Comm | None = None, dp: int = 1, pp: int = 1, tp: int = 1) -> None:
+        self.comm = comm if isinstance(comm, Communicator) else Communicator(comm)
+        if not all(isinstance(size, int | np.integer) for size in (dp, pp, tp)):
+            raise ValueError(f"a mesh needs integers, not {dp=}, {pp=}, {tp=}")
         if min(dp, pp, tp) < 1 or dp * pp * tp != self.comm.size:
             raise ValueError(refusal(self.comm.size, dp, pp, tp))
         self.sizes = dp, pp, tp

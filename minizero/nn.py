@@ -52,6 +52,7 @@ class Module:
     """
 
     seed = 0
+    whole = ""  # of a part of a model: what the whole is, for comparison with the other parts
     training = True
     around: Callable[[], AbstractContextManager[None]] | None = None  # an engine's: entered around each forward
     _materialised = False

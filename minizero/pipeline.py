@@ -19,13 +19,15 @@ Per micro-batch a boundary costs one activation to the right and one gradient to
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from . import point
+from .agreement import exchange_facts, summary
 from .autograd import Tensor, no_grad
 from .backend import to_host, xp
 from .comm import Communicator
@@ -90,8 +92,8 @@ class Stage(Module):
         model: a model with `pieces`, no values yet; the same on every rank. (Only this stage's will be drawn.)
         comm: the ranks of the pipeline, first stage first. Each gets consecutive pieces, as evenly as possible.
 
-    Raises ValueError where there are fewer pieces than ranks, or a parameter is in several stages, as the weight of a
-    tied embedding is: build the model with `tied=False`.
+    Raises ValueError, on all ranks, where there are fewer pieces than ranks, a stage has no parameter to train, or a
+    parameter is in several stages, as the weight of a tied embedding is: build the model with `tied=False`.
     """
 
     def __init__(self, model: Module, comm: Communicator) -> None:
@@ -106,7 +108,10 @@ class Stage(Module):
             if len(users) != 1:
                 raise ValueError(f"{name} is used by the stages {users} of a pipeline, and must be by one "
                                  "(of a tied embedding: build the model with tied=False)")  # fmt: skip
-        self.seed = model.seed
+        for i, parameters in enumerate(held):
+            if not any(parameter.requires_grad for parameter in parameters):
+                raise ValueError(f"stage {i} of {comm.size} has no parameter to train: fewer stages, or other pieces")
+        self.seed, self.whole = model.seed, summary(model)
         for path in (path for names, _ in stages[comm.rank] for path in names):
             setattr(self, path, modules[path])  # "blocks.3", dot included: its parameters keep their paths
         functions = [function for _, several in stages[comm.rank] for function in several]
@@ -147,15 +152,19 @@ class Pipeline:
         self.first, self.last = comm.rank == 0, comm.rank == comm.size - 1
         self.live: dict[int, tuple[Any, Tensor]] = {}  # micro-batches between forward and backward: input and output
 
-    def backward(self, batch: Sequence[tuple[Any, Any]], examples: Sequence[int] | None = None) -> list[Tensor]:
+    def backward(self, batch: Iterable[tuple[Any, Any]], examples: Sequence[int] | None = None) -> list[Tensor]:
         """Forward and backward of all micro-batches. Collective over the pipeline, and over the engine's group.
 
         Args:
-            batch: (x, y) per micro-batch, the same on all stages of a pipeline: the first uses x, the last y.
+            batch: (x, y) per micro-batch, the same on all stages of a pipeline: the first uses x, the last y. Of
+                equal length on all ranks of the mesh.
             examples: of how many examples each loss is the mean, where they differ: as in `Engine.backward`.
 
-        Returns the losses on the last stage, in order; nothing on the others.
+        Returns the losses on the last stage, in order; nothing on the others. Raises ValueError, on all ranks of the
+        mesh, for batches that do not fit together; on one, for an order that does not run each micro-batch once.
         """
+        batch = list(batch)
+        self.agree(batch, examples)
         self.start, self.losses = self.engine.noise.micro_batch, list[Tensor]()
         try:
             for do in self.order(self.comm.rank, self.comm.size, len(batch)):
@@ -169,6 +178,30 @@ class Pipeline:
         finally:
             self.live.clear()
         return self.losses
+
+    def agree(self, batch: list[tuple[Any, Any]], examples: Sequence[int] | None) -> None:
+        """Ranks with fewer micro-batches would leave the others waiting. Collective over the mesh, if there is one."""
+        k, mesh = len(batch), self.engine.comm.beyond
+        if not k or (examples is not None and len(examples) != k):
+            raise ValueError(f"pipeline: {k} micro-batches and examples={examples}: at least one, and a number of each")
+        todo = self.order(self.comm.rank, self.comm.size, k)
+        once = sorted(todo) == sorted(gpipe(0, 1, k))
+        if not once or any(todo.index(Do("F", i)) > todo.index(Do("B", i)) for i in range(k)):
+            raise ValueError(f"pipeline: {todo} does not run each of {k} micro-batches forward and then backward once")
+        if not mesh:
+            return
+        used = [part for x, y in batch for part in [x] * self.first + [y] * self.last]
+        facts = exchange_facts(mesh, k, self.engine.comm.rank, self.comm.rank, checksum([*used, examples]))
+        if (facts[:, 0] != k).any():
+            raise ValueError(f"pipeline: ranks of the mesh have {facts[:, 0].astype(int).tolist()} micro-batches: all "
+                             "must have equally many")  # fmt: skip
+        rows = [tuple(row) for row in facts[:, 1:].tolist()]
+        wrong = [rank for rank, row in enumerate(rows) if any(row[:2] == each[:2] and row != each for each in rows)]
+        if wrong:
+            raise ValueError(
+                f"pipeline: ranks {wrong} of the mesh have not the same batch as others at the same place along dp and "
+                "pp, with whom they share the arithmetic of each layer"
+            )
 
     def run_forward(self, i: int, batch: Sequence[tuple[Any, Any]], examples: int | None) -> None:
         self.engine.noise.at(self.engine.steps, self.start + i)
@@ -225,6 +258,18 @@ class Pipeline:
             x = Tensor.of(point.receive(self.comm, left).reshape(shape))
         x.requires_grad = True
         return x
+
+
+def checksum(values: list[Any]) -> int:
+    """Of arrays and tensors by shape and bytes, of other things as they print."""
+    found = 0
+    for value in values:
+        array = value.data if isinstance(value, Tensor) else value
+        if isinstance(array, np.ndarray | xp.ndarray):
+            found = zlib.crc32(to_host(array).tobytes(), zlib.crc32(str(array.shape).encode(), found))
+        else:
+            found = zlib.crc32(str(array).encode(), found)
+    return found
 
 
 class _Names(Sequence[str]):

@@ -32,8 +32,12 @@ def report(ranks: int, *options: str) -> dict[str, Any]:
     return json.loads(run_ranks(ranks, LESSON, "--json", *options, timeout=300).stdout)
 
 
+def eight() -> dict[str, Any]:
+    return report(8, "--steps", "4")
+
+
 def test_on_2_2_2_a_rank_holds_12_8_7_and_6_bytes_per_parameter_of_its_quarter() -> None:
-    facts = report(8)
+    facts = eight()
     assert facts["mesh"] == [2, 2, 2]
     token, position, c = 128 * 64, 32 * 64, 64
     block = (12 * c * c + 3 * c + 4 * c) // 2 + 6 * c  # query, key, value and up have sliced biases
@@ -46,9 +50,9 @@ def test_on_2_2_2_a_rank_holds_12_8_7_and_6_bytes_per_parameter_of_its_quarter()
 
 
 def test_the_losses_of_the_mesh_are_those_of_eight_replicas_and_all_verdicts_are_yes() -> None:
-    facts = report(8)
+    facts = eight()
     first = facts["runs"]["8×1×1 DP"]["loss"]
-    assert len(facts["runs"]) == 5 and first[-1] < first[0] - 0.5
+    assert len(facts["runs"]) == 5 and first[-1] < first[0] - 0.3
     for run in facts["runs"].values():
         assert run["loss"] == pytest.approx(first, rel=1e-3)
     assert [facts["runs"][f"2×2×2 {stage}"]["loss"] for stage in STAGES[1:]] == [facts["runs"]["2×2×2 DP"]["loss"]] * 3
@@ -57,26 +61,26 @@ def test_the_losses_of_the_mesh_are_those_of_eight_replicas_and_all_verdicts_are
 
 
 def test_each_axis_sends_what_the_text_works_out() -> None:
-    facts = report(8)
+    facts = eight()
     activations, psi = 16 * 32 * 64 * 4, 121_216
     for name, k in zip(STAGES, (8, 9, 5, 12), strict=True):
         assert facts["traffic"][name] == [8 * activations, activations, k * psi // 2], name
 
 
 def test_1f1b_keeps_p_minus_i_micro_batches_alive_and_gpipe_all() -> None:
-    assert report(8)["live"] == {"GPipe": {"0": 4, "1": 4}, "1F1B": {"0": 2, "1": 1}}
+    assert eight()["live"] == {"GPipe": {"0": 4, "1": 4}, "1F1B": {"0": 2, "1": 1}}
     facts = report(4, "--pp", "4", "--steps", "2")
     assert facts["live"] == {"GPipe": dict.fromkeys("0123", 4), "1F1B": {"0": 4, "1": 3, "2": 2, "3": 1}}
 
 
 def test_reduced_each_time_the_traffic_is_2k_2k_1_k_1_3k_and_reduced_once_2_3_2_2k_1_with_whole_gradients() -> None:
-    found = report(8)["reductions"]
+    found = eight()["reductions"]
     assert found == {"DP": [[8, 2], [2, 2]], "ZeRO-1": [[9, 2], [3, 2]], "ZeRO-2": [[5, 1], [2, 2]],
                      "ZeRO-3": [[12, 1], [9, 2]]}  # fmt: skip
 
 
 def test_only_tensor_parallelism_cures_the_wide_layer_and_zero3_pp_or_tp_the_deep_model() -> None:
-    facts = report(8)
+    facts = eight()
     wide, deep = facts["a layer too wide"], facts["a model too deep"]
     assert [name for name, way in wide.items() if way["needs"] <= 3.8e6] == ["4×1×2 ZeRO-3", "1×1×8 DP"]
     assert len(wide) == 9 and min(way["needs"] for name, way in wide.items() if "×1 " in name) > 1.4 * 3.8e6
@@ -88,12 +92,12 @@ def test_only_tensor_parallelism_cures_the_wide_layer_and_zero3_pp_or_tp_the_dee
     assert deep["1×8×1 DP, k = 8"]["sent"] == {"tp": 0, "pp": 2 * 32 * 256 * 4, "dp": 0}
 
 
-@pytest.mark.parametrize(("ranks", "options"), [(3, ("--steps", "2")), (4, ("--tp", "2", "--dp", "2", "--steps", "2"))])
-def test_on_other_meshes_the_verdicts_hold_as_well(ranks: int, options: tuple[str, ...]) -> None:
-    facts = report(ranks, *options)
-    assert facts["mesh"] == ([3, 1, 1] if ranks == 3 else [2, 1, 2])
+@pytest.mark.parametrize("shape", ["3×1×1", "1×4×1"])
+def test_on_other_meshes_the_verdicts_hold_as_well(shape: str) -> None:
+    facts = report(3, "--steps", "2") if shape == "3×1×1" else report(4, "--pp", "4", "--steps", "2")
+    assert "×".join(map(str, facts["mesh"])) == shape and ("live" in facts) == (shape == "1×4×1")
     assert set(facts["verdicts"]) == {BYTES, SAME} and all(each["holds"] for each in facts["verdicts"].values())
-    assert "live" not in facts and "a layer too wide" not in facts
+    assert "a layer too wide" not in facts
 
 
 def test_a_mesh_that_does_not_fit_is_refused_in_one_line() -> None:

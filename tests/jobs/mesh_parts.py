@@ -240,16 +240,71 @@ def what_does_not_fit_together_is_refused() -> None:
     # Stages with other batches: the second one sees it, and the first one hears of it when it waits for the gradient.
     for seen, given in (("[2, 0, -1], stage 1 [3, 0, -1]", [None] * 2), ("[2, 0, 5], stage 1 [2, 0, 4]", [5, 5])):
         mesh = mz.Mesh(world.split(RANK % 4), 1, 2, 1)
+        mesh.dp.beyond = None  # as groups without a Mesh, which compare nothing beforehand
         pipeline = build(mz.Zero1, model, mz.SGD(0.1), mesh, "float32")
         batch = model.micro_batches(0, "float32", 0, 1, 3 if "3" in seen and mesh.pp.rank else 2)
         examples: Any = None if given[0] is None else [each - mesh.pp.rank for each in given]
         raises(mz.CollectiveError, "all stages must have the same batch", seen,
                call=partial(pipeline.backward, batch, examples))  # fmt: skip
         assert not pipeline.live
-    counts = build(mz.Zero1, model, mz.SGD(0.1), MESH, "float32")
+    engine_alone = build(mz.Zero1, Problem("mlp", 2), mz.SGD(0.1), mz.Mesh(world, 4, 1, 2), "float32").engine
+    x, y = Problem("mlp", 2).micro_batches(0, "float32", engine_alone.comm.rank, 4, 1)[0]
+    engine_alone.backward(F.cross_entropy(engine_alone(x), y), examples=8 + RANK % 2)
+    raises(RuntimeError, "the groups of the mesh had [32.0, 36.0] examples", call=engine_alone.step)
+
+
+def other_models_and_batches_on_a_mesh_are_refused_everywhere() -> None:
+    """Beforehand: later a rank would wait for another one for ever, or train on with wrong numbers."""
+    model, t, p = Problem("gpt", 3), MESH.tp.rank, MESH.pp.rank
+
+    def wrap(layers: int = 3, dtype: str = "float32", frozen: str = "-", split: bool = True) -> mz.Engine:
+        whole = model._replace(layers=layers).model(dtype, mz.Split(MESH.tp) if split else None)
+        for name, parameter in whole.named_parameters():
+            parameter.requires_grad = not name.startswith(frozen)
+        return mz.Zero1(mz.Stage(whole, MESH.pp), mz.SGD(0.1), MESH.dp)
+
+    raises(ValueError, "[4, 5, 6, 7] of the mesh differ", "the model", call=lambda: wrap(layers=3 + p))
+    for other in ({"layers": 3 + t}, {"dtype": ("float32", "bfloat16")[t]}, {"split": not t}):
+        raises(ValueError, "[1, 3, 5, 7] of the mesh differ", "a model of", call=partial(wrap, **other))
+    raises(ValueError, "of the mesh differ", call=lambda: wrap(frozen="-norm"[t:]))
+    chain = nn.Sequential(nn.Linear(3, 3), F.tanh, F.relu)
+    raises(ValueError, "stage 1 of 2 has no parameter to train", call=lambda: mz.Stage(chain, MESH.pp))
+    chain = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    for _, parameter in chain.layers[0].named_parameters():  # type: ignore[attr-defined]
+        parameter.requires_grad = False
+    raises(ValueError, "stage 0 of 2 has no parameter to train", call=lambda: mz.Stage(chain, MESH.pp))
+
+    pipeline = build(mz.Zero1, model, mz.SGD(0.1), MESH, "float32")
+    planned = model.sizes(8, 2, p, 2).units  # three blocks in two stages
+    assert [(unit.name, unit.size) for unit in pipeline.engine.units] == [(u.name, sum(u.parameters)) for u in planned]
     batch = model.micro_batches(0, "float32", MESH.dp.rank, 2, 2)
-    counts.backward(batch, [len(y) + MESH.tp.rank for _, y in batch])
-    raises(RuntimeError, "the groups of the mesh had [32.0, 36.0] examples", call=counts.engine.step)
+    for rank in range(N):  # with one micro-batch less, ranks would step while others go on: a knot of two rings
+        fewer = batch[: 2 - (rank == RANK)]
+        counts = str([2 - (each == rank) for each in range(N)])
+        raises(ValueError, counts, "micro-batches", call=lambda: pipeline.backward(fewer))  # noqa: B023
+    for what, wrong in (("x", "[0, 1, 2, 3]"), ("y", "[4, 5, 6, 7]")):  # the first stage uses x, the last one y
+        mine = [(np.roll(x, t * (what == "x"), 0), np.roll(y, t * (what == "y"), 0)) for x, y in batch]
+        raises(ValueError, f"ranks {wrong} of the mesh have not the same batch", call=lambda: pipeline.backward(mine))  # noqa: B023
+    raises(ValueError, "have not the same batch", call=lambda: pipeline.backward(batch, [8 + t, 8]))
+    for examples in ([8], [8, 8, 8]):
+        raises(ValueError, "2 micro-batches and examples=[8", call=lambda: pipeline.backward(batch, examples))  # noqa: B023
+    raises(ValueError, "0 micro-batches", call=lambda: pipeline.backward([]))
+    right = pipeline.order
+    for order in (lambda *given: gpipe(*given)[:-1], lambda *given: gpipe(*given)[::-1]):
+        pipeline.order = order
+        raises(ValueError, "forward and then backward once", call=lambda: pipeline.backward(batch))
+    pipeline.order = right
+    pipeline.backward(iter(batch))  # nothing has happened so far
+    pipeline.engine.step()
+
+    pair = world.split(RANK // 2)  # of equal size, but another layer's: the sum would be silently wrong
+    split, x = mz.Split(pair), mz.Tensor(np.ones((2, 2)))
+    layers = [split.leave(), split.leave()]
+    raises(mz.CollectiveError, "all_reduce of row-parallel layer 0", "layer 1", call=lambda: layers[t](x))
+
+    assert mz.Mesh(world.mpi, 2, 2, 2).sizes == (2, 2, 2)
+    for size in (2.0, "2", None):
+        raises(ValueError, "a mesh needs integers", call=lambda: mz.Mesh(world, size, 2, 2))  # type: ignore[arg-type]  # noqa: B023
 
 
 def messages_between_two_ranks() -> None:
@@ -342,6 +397,7 @@ def everything() -> Iterator[Callable[[], None]]:
     yield dropout_draws_what_one_process_draws
     yield a_bad_number_anywhere_stops_everybody
     yield what_does_not_fit_together_is_refused
+    yield other_models_and_batches_on_a_mesh_are_refused_everywhere
     yield messages_between_two_ranks
     with TemporaryDirectory() as own:
         folder = world.mpi.bcast(own)
