@@ -163,8 +163,10 @@ def dropout_draws_what_one_process_draws() -> None:
     for step in range(2):
         batches = [GPT.micro_batches(step, "float64", rank, 2) for rank in range(2)]
         truth.step(loss_of, batches, examples=[[len(y) for _, y in batch] for batch in batches])
-        for pipeline in pipelines.values():
-            train(pipeline, GPT, step, "float64")
+        for order, pipeline in pipelines.items():
+            mine = batches[MESH.dp.rank]
+            for some in (mine,) if order else (mine[:3], mine[3:]):  # also in two calls
+                pipeline.backward(some, [len(y) for _, y in some])
             pipeline.engine.step()
     assert truth.state == {name: {} for name in truth.gradients}
     for order, pipeline in pipelines.items():
@@ -365,6 +367,15 @@ def local_accumulation_sends_once_and_holds_whole_gradients() -> None:
             assert held == ([psi] * 3 if accumulate else [part] * 3) + [part], f"{stage.__name__}: holds {held}"
 
 
+def a_stage_that_ignores_its_input_sends_a_gradient_of_zeros() -> None:
+    mesh = mz.Mesh(world.split(RANK // 2), 1, 2, 1)
+    chain = nn.Sequential(nn.Linear(3, 3), lambda x: x.detach(), nn.Linear(3, 3))
+    engine = mz.Zero1(mz.Stage(chain, mesh.pp), mz.SGD(0.1), mesh.dp)
+    mz.Pipeline(engine, mesh.pp, F.cross_entropy).backward([(np.ones((2, 3), "float32"), np.array([0, 2]))] * 2)
+    moved = any(to_host(unit.gradient).any() for unit in engine.units)
+    assert moved == (mesh.pp.rank == 1) and len(engine.units) == 1
+
+
 def each_part_of_a_model_is_saved_and_goes_on_with_another_dp(folder: str) -> None:
     problem = Problem("gpt", 2)
     old = build(mz.Zero1, problem, mz.Adam(0.01), MESH, "bfloat16")
@@ -398,6 +409,7 @@ def everything() -> Iterator[Callable[[], None]]:
     yield a_bad_number_anywhere_stops_everybody
     yield what_does_not_fit_together_is_refused
     yield other_models_and_batches_on_a_mesh_are_refused_everywhere
+    yield a_stage_that_ignores_its_input_sends_a_gradient_of_zeros
     yield messages_between_two_ranks
     with TemporaryDirectory() as own:
         folder = world.mpi.bcast(own)
