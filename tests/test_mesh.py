@@ -69,7 +69,8 @@ def test_planted_faults_turn_the_right_verdicts_red() -> None:
 
 @pytest.mark.parametrize(
     ("how", "who", "sizes"),
-    [("exit", 1, (1, 2, 1)), ("exit", 0, (1, 2, 1)), ("exit", 5, (2, 2, 2)), ("raises", 0, (1, 3, 1)),
+    [("exit", 1, (1, 2, 1)), ("exit", 0, (1, 2, 1)), ("exit", 5, (2, 2, 2)), ("exit", 2, (1, 3, 1)),
+     ("raises", 0, (1, 3, 1)),
      ("killed", 1, (1, 1, 2))],
 )  # fmt: skip
 def test_a_rank_of_a_mesh_that_leaves_ends_the_job(how: str, who: int, sizes: tuple[int, int, int]) -> None:

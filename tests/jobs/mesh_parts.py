@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from mesh_models import Problem, build, errors, flat, loss_of, train
@@ -325,6 +326,8 @@ def messages_between_two_ranks() -> None:
     assert comm.traffic == {"exchange": sum(array.nbytes for array in arrays)}
     raises(TypeError, "datetime64", call=lambda: point.send(comm, np.zeros(3, "datetime64[s]"), other))
     raises(ValueError, "not contiguous", call=lambda: point.send(comm, np.zeros((3, 3))[:, 0], other))
+    with mock.patch.object(point, "LARGEST", 15):
+        raises(ValueError, "16 bytes are more than the 15", call=lambda: point.send(comm, np.zeros(2), other))
     ring.all_reduce(comm, np.ones(2))  # nothing is left over
 
     names = ("first", "second")
@@ -333,6 +336,7 @@ def messages_between_two_ranks() -> None:
         raises(mz.CollectiveError, f"rank {RANK ^ 1} is in pipeline of {names[other]} (float64), but rank {RANK} is in "
                f"pipeline of {names[comm.rank]}", call=lambda: point.receive(comm, other))  # fmt: skip
     raises(mz.CollectiveError, "is in pipeline of", call=lambda: point.receive(comm, other))
+    raises(mz.CollectiveError, "is in pipeline of", call=lambda: point.send(comm, np.ones(3), other))
     raises(mz.CollectiveError, "is in pipeline of", call=lambda: ring.all_reduce(comm, np.ones(2)))
 
     three = world.split(int(RANK < 3))  # 0 and 1 differ, 2 waits for 1
