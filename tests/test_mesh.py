@@ -232,6 +232,8 @@ def test_a_plan_for_a_gpt_on_a_mesh_shows_its_largest_stage_and_the_traffic_by_a
     last = planned("--gpt", gpt, "--pp", "2")
     assert last["mesh"]["units"][-1] == "head"  # of two, both with one micro-batch: the norm is there as well
     assert last["mesh"]["sent"] == {"tp": 0, "pp": activation}
+    wide = planned("--gpt", gpt, "--pp", "2", "--dtype", "float64")
+    assert wide["mesh"]["sent"] == {"tp": 0, "pp": 2 * activation}
 
 
 @pytest.mark.parametrize(
