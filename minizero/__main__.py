@@ -91,9 +91,7 @@ def cores(world: MPI.Comm) -> Line:
 
 
 def device(world: MPI.Comm) -> Line:
-    node = world.Split_type(MPI.COMM_TYPE_SHARED)
-    text = by_rank(world, f"{backend.name} on {backend.use_device(node.rank)}")
-    node.Free()
+    text = by_rank(world, f"{backend.name} on {backend.device}")
     unused = backend.name == "numpy" and os.environ.get("MINIZERO_BACKEND", "auto") == "auto"
     if unused and shutil.which("nvidia-smi"):
         why = "CuPy finds no usable one" if find_spec("cupy") else "pip install cupy-cuda13x (or cupy-cuda12x)"

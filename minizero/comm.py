@@ -27,27 +27,18 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NoReturn
 
-import mpi4py
 import numpy as np
 
 from . import backend
 from .backend import Array, xp
-
-mpi4py.rc(initialize=False, finalize=True)  # first see whether launcher and library fit: see `_initialise`
-try:
-    from mpi4py import MPI as MPI
-except (ImportError, RuntimeError) as error:
-    raise ImportError(
-        f"minizero finds no MPI library ({str(error).splitlines()[0]}): pip install mpich, or load your site's MPI "
-        "module and, if it is not found then, set MPI4PY_LIBMPI=/path/to/libmpi.so"
-    ) from None
+from .transport import FORCE, check_target, cuda_aware, message, transport
+from .transport import MPI as MPI
 
 OPERATIONS = ("exchange", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "control", "gather_parameters")
 DTYPES = ["other", *backend.DTYPES, "float16", "uint8", "uint16", "uint32", "uint64", "int32", "int64"]
 DTYPE_NUMBER = {np.dtype(name): i for i, name in enumerate(DTYPES) if i}
 LEFT, FAILED, FIRST_TAG = 0, 1, 2  # tags on our communicators; from FIRST_TAG on: what is being done
 WORLD_LEFT, WORLD_HELLO = 32_767, 32_766  # tags on MPI's communicators: the largest that every MPI allows
-LARGEST = 2**30  # bytes in one message: older MPIs count to 2^31
 PAUSE = 50e-6  # seconds between two looks for a message, where there are more ranks than cores
 MEND = (
     "put the bin directory of that MPI first on PATH (source .venv/bin/activate), or point MPI4PY_LIBMPI at the "
@@ -66,7 +57,7 @@ class CollectiveError(RuntimeError):
 class Communicator:
     """The ranks that train together, in a ring.
 
-    Collective: all ranks of `mpi` must make one. Each takes its device (rank on its node mod devices).
+    Collective: all ranks of `mpi` must make one.
 
     Args:
         mpi: an mpi4py communicator; MPI.COMM_WORLD where it is left out. A duplicate is used, so that other
@@ -86,8 +77,9 @@ class Communicator:
         node = parent.Split_type(MPI.COMM_TYPE_SHARED)
         self.local_rank, self.local_size = node.rank, node.size
         node.Free()
-        self.device = backend.use_device(self.local_rank)
+        self.device = backend.device
         self._crowded = self.local_size > (os.cpu_count() or 1)  # more ranks than cores
+        self._transport = transport(self._crowded)
         self._own(parent.Dup())
 
     def _own(self, mpi: MPI.Comm) -> None:
@@ -125,29 +117,29 @@ class Communicator:
         """
         if self._broken:
             raise CollectiveError(self._broken)
-        outgoing, incoming = self._to_mpi(send), self._to_mpi(recv)
-        if not incoming.flags.writeable or np.may_share_memory(outgoing, incoming):
-            raise ValueError(f"{self._operation}: the array to receive into is read-only or overlaps the one to send")
+        outgoing, incoming = message(send, self._operation), message(recv, self._operation)
+        check_target(outgoing, incoming, self._operation)
         tag, largest = self._tag + DTYPE_NUMBER.get(send.dtype, 0), max(outgoing.size, incoming.size)
         self.traffic[self._operation] += outgoing.size
-        if largest <= LARGEST:
+        piece = self._transport.largest
+        if largest <= piece:
             self._swap(outgoing, incoming, tag)
         else:
-            for at in range(0, largest, LARGEST):
-                self._swap(outgoing[at : at + LARGEST], incoming[at : at + LARGEST], tag)
-        if not isinstance(recv, np.ndarray):
-            recv.view(np.uint8).reshape(-1).set(incoming)
+            for at in range(0, largest, piece):
+                self._swap(outgoing[at : at + piece], incoming[at : at + piece], tag)
 
-    def _swap(self, outgoing: np.ndarray[Any, Any], incoming: np.ndarray[Any, Any], tag: int) -> None:
+    def _swap(self, outgoing: Array, incoming: Array, tag: int) -> None:
         """One message to the right, one from the left."""
-        status = MPI.Status()
-        departure = self.mpi.Isend([outgoing, MPI.BYTE], self.right, tag)
+        status, way = MPI.Status(), self._transport
+        departure = self.mpi.Isend([way.outgoing(outgoing), MPI.BYTE], self.right, tag)
         self._until(self.mpi.Probe, self.mpi.Iprobe, self.left, MPI.ANY_TAG, status)
         if status.Get_tag() != tag or status.Get_count(MPI.BYTE) != incoming.size:
             self._disagree(departure, tag, incoming.size, status)
-        arrival = self.mpi.Irecv([incoming, MPI.BYTE], self.left, tag)
+        landing = way.incoming(incoming)
+        arrival = self.mpi.Irecv([landing, MPI.BYTE], self.left, tag)
         self._until(arrival.Wait, arrival.Test)
         self._until(departure.Wait, departure.Test)
+        way.arrived(landing, incoming)
 
     def scratch(self, count: int, dtype: np.dtype[Any]) -> Array:
         """An array (count,) of `dtype` whose memory is used again by the next call."""
@@ -192,16 +184,6 @@ class Communicator:
             else:
                 os.sched_yield()
 
-    def _to_mpi(self, array: Array) -> np.ndarray[Any, Any]:
-        """The bytes of `array` where MPI can read and write them."""
-        if not array.flags.c_contiguous:
-            what = f"{self._operation}: shape {array.shape} with strides {array.strides}"
-            raise ValueError(f"{what} is not contiguous: pass numpy.ascontiguousarray(...) of it")
-        if isinstance(array, np.ndarray):
-            return array.reshape(-1).view(np.uint8)
-        xp.cuda.get_current_stream().synchronize()  # MPI does not know of streams
-        return backend.to_host(array.reshape(-1).view(np.uint8))
-
     # What follows is about ranks that do not do the same. Training never comes here.
 
     def _doing(self, tag: int) -> str:
@@ -224,6 +206,7 @@ class Communicator:
         else:
             self._broken = (f"{left} is in {self._doing(theirs)}, but {me} is in {doing}: "
                             "every rank must call the same collectives in the same order")  # fmt: skip
+        self._transport.abandon()
         news = self.mpi.isend(self._broken, self.right, FAILED)
         self._last = [departure, news]  # kept, since MPI may go on reading these buffers
         end = time.monotonic() + PATIENCE
@@ -315,8 +298,23 @@ def _initialise() -> None:
     MPI.Init_thread()
 
 
+def _take_device() -> None:
+    """Take this rank's GPU, and say once where messages cannot go straight from one to the next. Collective."""
+    node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+    backend.use_device(node.rank)
+    node.Free()
+    direct, why = cuda_aware()
+    if not direct and MPI.COMM_WORLD.rank == 0 and MPI.COMM_WORLD.size > 1:
+        sys.stderr.write(
+            f"minizero: messages between GPUs go through host memory, since this MPI is not known to be CUDA-aware "
+            f"({why}). If it is, set {FORCE}=1\n"
+        )
+
+
 if not MPI.Is_initialized():
     _initialise()
+if backend.name == "cupy":  # before anybody can allocate an array
+    _take_device()
 if MPI.COMM_WORLD.size > 1:
     sys.excepthook = abort
     threading.excepthook = lambda args: abort(*args[:3])

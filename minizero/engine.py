@@ -34,7 +34,7 @@ from .backend import Array, to_host, xp
 from .comm import MPI, Communicator
 from .flat import Unit, units_of
 from .nn import Module, Noise
-from .optim import Optimizer, all_finite, divide, square_sum
+from .optim import Optimizer, all_finite, divide, square_sums
 
 
 class Engine:
@@ -135,7 +135,7 @@ class Engine:
                     raise RuntimeError(f"requires_grad of {parameter.name} was changed after wrapping: do it before")
         weight = self._tally.add(examples)
         if gradient is None:
-            gradient = np.full(loss.shape, weight, dtype=np.float64) if loss.size == 1 else None
+            gradient = xp.full(loss.shape, weight, dtype=np.float64) if loss.size == 1 else None
         self._todo = list(self._trained)
         self._pending: dict[Unit, int] = {}
         self._gathered: set[Unit] = set()
@@ -296,7 +296,7 @@ class Engine:
             raise RuntimeError("step: gradients are still local: the last backward must be outside no_sync")
         if not self._trained or any(unit.gradient is None for unit in self._trained):
             raise RuntimeError("step: there are no gradients: call backward first")
-        bad = not all(all_finite(unit.own(unit.gradient)) for unit in self._trained)
+        bad = not all_finite(*(unit.own(unit.gradient) for unit in self._trained))
         count, self._bad = self._tally.agree(self.comm, bad)
         for unit in self._trained if count != 1 else ():
             divide(unit.gradient, count)
@@ -307,7 +307,7 @@ class Engine:
 
         The norm is *defined* on the chunks, in every stage: that way its bits do not depend on who holds what.
         """
-        return exchange_facts(self.comm, *(square_sum(part) for unit in self._trained for part in unit.own_parts()))
+        return exchange_facts(self.comm, *square_sums([part for unit in self._trained for part in unit.own_parts()]))
 
 
 class _Listener(autograd.Watcher):

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from .autograd import Axis, Operand, Share, Tensor
-from .backend import Array, dtype_of, working, xp
+from .backend import Array, dtype_of, largest, working, xp
 from .operation import compute, integers, made, operands, operation, rows_of, scatter_add, seen, spread, tensor, value
+from .operation import within as within
 
 
 @operation
@@ -124,10 +125,10 @@ def max(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """The largest value; where several are equally large, they share its gradient evenly."""
     (x,), dtype = operands("max", x)
     array = value(x, dtype)
-    top = array.max(axis=axis, keepdims=keepdims)
-    largest = array == spread(top, x.shape, axis, keepdims)
-    ties = largest.sum(axis=axis, keepdims=keepdims, dtype=dtype)
-    return made("max", top, (x, lambda g: largest * spread(g / ties, largest.shape, axis, keepdims)))
+    top = largest(array, axis, keepdims)
+    equal = array == spread(top, x.shape, axis, keepdims)
+    ties = equal.sum(axis=axis, keepdims=keepdims, dtype=dtype)
+    return made("max", top, (x, lambda g: equal * spread(g / ties, equal.shape, axis, keepdims)))
 
 
 @operation
@@ -272,7 +273,7 @@ def dropout(x: Operand, p: float, generator: np.random.Generator | None) -> Tens
 def softmax(x: Operand, axis: int = -1) -> Tensor:
     (x,), dtype = operands("softmax", x)
     y = value(x, dtype)
-    y = y - y.max(axis=axis, keepdims=True)
+    y = y - largest(y, axis, keepdims=True)
     y = xp.exp(y, out=y)
     y /= y.sum(axis=axis, keepdims=True)
     return made("softmax", y, (x, lambda g: y * (g - (g * y).sum(axis=axis, keepdims=True))))
@@ -282,7 +283,7 @@ def softmax(x: Operand, axis: int = -1) -> Tensor:
 def log_softmax(x: Operand, axis: int = -1) -> Tensor:
     (x,), dtype = operands("log_softmax", x)
     y = value(x, dtype)
-    y = y - y.max(axis=axis, keepdims=True)
+    y = y - largest(y, axis, keepdims=True)
     y -= xp.log(xp.exp(y).sum(axis=axis, keepdims=True))
     return made("log_softmax", y, (x, lambda g: g - xp.exp(y) * g.sum(axis=axis, keepdims=True)))
 
@@ -314,20 +315,22 @@ def embedding(weight: Operand, tokens: Operand) -> Tensor:
     weight = tensor(weight)
     if weight.ndim != 2:
         raise ValueError(f"embedding: the weight must be (rows, width), this one has shape {weight.shape}")
-    return index(weight, integers("embedding", "tokens", tokens, weight.shape[0]))
+    ids, valid = within("embedding", "tokens", integers("embedding", "tokens", tokens), weight.shape[0])
+    rows = index(weight, ids)
+    return rows if valid is None else where(valid[..., None], rows, math.nan)
 
 
 @operation
 def cross_entropy(logits: Operand, targets: Operand) -> Tensor:
     """Mean of -log softmax(logits)[target]; 0 if empty. Logits (..., classes), integer targets (...)."""
     (logits,), dtype = operands("cross_entropy", logits)
-    shape, targets = logits.shape, tensor(targets)
+    shape, targets = logits.shape, integers("cross_entropy", "targets", targets)
     if not shape or not shape[-1] or targets.shape != shape[:-1]:
         raise ValueError(f"cross_entropy: targets {targets.shape} do not fit logits {shape}, (..., classes)")
-    column = integers("cross_entropy", "targets", targets, shape[-1]).reshape(-1)
+    column, valid = within("cross_entropy", "targets", targets.reshape(-1), shape[-1])
     y, row, count = rows_of(value(logits, dtype)), xp.arange(column.size), column.size or 1
-    y = y - y.max(axis=-1, keepdims=True)
-    chosen = y[row, column]
+    y = y - largest(y, -1, keepdims=True)
+    chosen = y[row, column] if valid is None else xp.where(valid, y[row, column], math.nan)
     y = xp.exp(y, out=y)
     total = y.sum(axis=-1, keepdims=True)
     loss = (xp.log(total[:, 0]) - chosen).sum() / count

@@ -16,7 +16,6 @@ import numpy as np
 from . import functional as F
 from .autograd import Tensor
 from .backend import xp
-from .operation import tensor
 from .parameter import Init as Init
 from .parameter import Parameter as Parameter
 from .parameter import constant as constant
@@ -277,10 +276,10 @@ class GPT(Module):
             self.head.weight = self.token.weight
 
     def forward(self, tokens: Any) -> Tensor:
-        tokens = tensor(tokens)
-        if tokens.ndim != 2 or not tokens.shape[1]:
-            raise ValueError(f"GPT: tokens must be (batch, time), with at least one in time, not {tokens.shape}")
-        time = tokens.shape[1]
+        shape = tuple(tokens.shape) if hasattr(tokens, "shape") else np.shape(tokens)
+        if len(shape) != 2 or not shape[1]:
+            raise ValueError(f"GPT: tokens must be (batch, time), with at least one in time, not {shape}")
+        time = shape[1]
         if time > self.context:
             raise ValueError(f"GPT: {time} tokens in a row, but its context is {self.context}")
         x = self.token(tokens) + self.position(xp.arange(time))  # (B, T, C) + (T, C)

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from .autograd import Axis, Operand, Share, Tensor, View, is_floating, operations, record
-from .backend import DTYPES, Array, working, xp
+from .backend import DTYPES, Array, add_rows, known, working, xp
 
 Operation = TypeVar("Operation", bound=Callable[..., Tensor])
 
@@ -92,18 +92,29 @@ def seen(name: str, x: Tensor, look: Callable[[Array], Array], share: Share) -> 
 def scatter_add(rows: int, ids: Array, source: Array) -> Array:
     """Zeros (rows, ...) with source[i] added to row ids[i]. `ids` (n,), `source` (n, ...).
 
-    Sorted by id, neighbours with the same id are added in pairs until each id is left once: n additions at
-    most, in log2(most repeats) rounds. No atomics, no order left to chance: the bits repeat, also on a GPU.
+    Sorted by id, the rows with one id are added in pairs, then pairs of pairs, and so on: log2(most repeats)
+    rounds. No atomics, no order left to chance: the bits repeat, also on a GPU. Nor is it asked for numbers.
+
+        turn    0   1   2   3   4      within the run of one id
+        round   0 + 1   2 + 3   4      step 1
+                0   +   2       4      step 2
+                0       +       4      step 4: the first has the sum
     """
+    count = ids.size
+    if not count:
+        return xp.zeros((rows, *source.shape[1:]), source.dtype)
     order = xp.argsort(ids, kind="stable")
     ids, source = ids[order], source[order]
-    turn = xp.arange(ids.size) - xp.searchsorted(ids, ids)  # 0, 1, 2, ... within the run of each id
-    while ids.size and int(turn.max()) > 0:
-        second, first = xp.flatnonzero(turn % 2), xp.flatnonzero(turn % 2 == 0)
-        source[second - 1] += source[second]
-        ids, source, turn = ids[first], source[first], turn[first] // 2
-    total = xp.zeros((rows, *source.shape[1:]), source.dtype)
-    total[ids] = source
+    turn = xp.arange(count) - xp.searchsorted(ids, ids)
+    most, step = known(turn.max(), count - 1), 1
+    while step <= most:
+        pairs = (turn[:-step] % (2 * step) == 0) & (ids[step:] == ids[:-step])
+        add_rows(source[:-step], source[step:], pairs)
+        step *= 2
+    wanted = xp.arange(rows)
+    first = xp.minimum(xp.searchsorted(ids, wanted), count - 1)
+    total = source[first]
+    total[ids[first] != wanted] = 0
     return total
 
 
@@ -117,12 +128,24 @@ def spread(gradient: Array, shape: tuple[int, ...], axis: Axis, keepdims: bool) 
     return xp.broadcast_to(gradient if keepdims or axis is None else xp.expand_dims(gradient, axis), shape)
 
 
-def integers(name: str, what: str, given: Operand, count: int) -> Array:
-    """`given` as an array of integers in [0, count)."""
-    ids = tensor(given).data
+def integers(name: str, what: str, given: Operand) -> Array:
+    """`given` as an array of integers: of NumPy, or where it lives already."""
+    given = given.data if isinstance(given, Tensor) else given
+    ids = given if isinstance(given, xp.ndarray) else np.asarray(given)
     if ids.dtype.kind not in "iu":
         raise TypeError(f"{name}: {what} must be integers, not {ids.dtype}")
+    return ids
+
+
+def within(name: str, what: str, ids: Array, count: int) -> tuple[Array, Array | None]:
+    """`ids` as an array of `xp`, all in [0, count).
+
+    On a GPU they are not looked at here, as that would mean to wait for it: they come with an array of bools, where
+    they do lie there. What is taken from other places must become NaN, which `step` refuses.
+    """
+    if not isinstance(ids, np.ndarray):
+        return ids, (ids >= 0) & (ids < count)
     low, high = (int(ids.min()), int(ids.max())) if ids.size else (0, -1)
     if low < 0 or high >= count:
         raise IndexError(f"{name}: {what} must lie in 0 to {count - 1}, found {low if low < 0 else high}")
-    return ids
+    return xp.asarray(ids), None

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from .backend import Array, name, working, xp
+from .backend import BLOCK as BLOCK
+from .backend import Array, to_host, working, xp
 
 State = dict[str, Array]  # what an optimizer keeps for one vector, by the names that PyTorch uses
-BLOCK = 16_384 if name == "numpy" else 1 << 22  # elements: on a CPU 5 blocks fit in 512 KiB of cache
 
 
 class Scratch:
@@ -69,27 +69,34 @@ def divide(target: Array, divisor: float) -> None:
         target[block] = a
 
 
-def all_finite(vector: Array) -> bool:
-    """Are all elements finite? A block's sum says so at once, unless it overflows: then each element is looked at."""
+def in_float(vector: Array) -> Iterator[Array]:
+    """The blocks of a vector, bfloat16 as float32 in scratch: look at each before you take the next."""
     wide = working(vector.dtype)
     for block in blocks(vector.size):
         part = vector[block]
         if vector.dtype != wide:
             part = _shared("a", part.size, wide)
             part[:] = vector[block]
-        if not math.isfinite(float(part.sum())) and not xp.isfinite(part).all():
-            return False
-    return True
+        yield part
 
 
-def square_sum(vector: Array) -> float:
-    """Σ x² of a vector (n,), in float64, block by block."""
-    total = 0.0
-    for block in blocks(vector.size):
-        wide = vector[block].astype(np.float64)
-        wide *= wide
-        total += float(wide.sum())
-    return total
+def all_finite(*vectors: Array) -> bool:
+    """Are all elements finite? Blocks' sums say so at once, unless one overflows: then each element is looked at."""
+    sums = [part.sum() for vector in vectors for part in in_float(vector)]
+    if not sums or bool(xp.isfinite(xp.stack(sums)).all()):  # the only time that a GPU is asked
+        return True
+    return all(bool(xp.isfinite(part).all()) for vector in vectors for part in in_float(vector))
+
+
+def square_sums(vectors: list[Array]) -> list[float]:
+    """Σ x² of each of some vectors (n,), in float64, block by block."""
+    totals = xp.zeros(len(vectors), np.float64)
+    for i, vector in enumerate(vectors):
+        for block in blocks(vector.size):
+            wide = vector[block].astype(np.float64)
+            wide *= wide
+            totals[i] += wide.sum()
+    return to_host(totals).tolist()
 
 
 class Optimizer:
