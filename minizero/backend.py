@@ -76,9 +76,8 @@ def choose(wanted: str) -> tuple[str, ModuleType]:
 
 name, xp = choose(os.environ.get("MINIZERO_BACKEND", "auto"))
 device = "cpu"  # this process's, in words
-BLOCK = (
-    16_384 if name == "numpy" else 1 << 18
-)  # elements at once: 5 blocks fit in a CPU's cache, a GPU needs larger ones
+BLOCK = 16_384  # elements that are updated at once: on a CPU, five such blocks fit in the cache ...
+MOST_BLOCKS = 2**62 if name == "numpy" else 16  # ... and a GPU is slow to start: so many blocks at most
 
 
 def use_device(local_rank: int) -> None:

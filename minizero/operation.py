@@ -37,7 +37,10 @@ def tensor(x: Operand) -> Tensor:
 
 def operands(name: str, *given: Operand) -> tuple[list[Tensor], np.dtype[Any]]:
     """The operands as Tensors, and the dtype that `name` computes in. TypeError for float32 with float64."""
-    tensors = [tensor(x) for x in given]
+    try:
+        tensors = [tensor(x) for x in given]
+    except ValueError as error:
+        raise TypeError(f"{name}: cannot compute with {', '.join(type(x).__name__ for x in given)}: {error}") from error
     found: list[list[Any]] = [[], [], []]  # dtypes of arrays with axes; of Tensors without; of plain numbers
     for x, t in zip(given, tensors, strict=True):
         if is_floating(t.dtype):
@@ -144,6 +147,7 @@ def within(name: str, what: str, ids: Array, count: int) -> tuple[Array, Array |
     they do lie there. What is taken from other places must become NaN, which `step` refuses.
     """
     if not isinstance(ids, np.ndarray):
+        ids = ids.astype("int64", copy=False)
         return ids, (ids >= 0) & (ids < count)
     low, high = (int(ids.min()), int(ids.max())) if ids.size else (0, -1)
     if low < 0 or high >= count:

@@ -17,27 +17,32 @@ from typing import Any
 
 import numpy as np
 
-from .backend import BLOCK as BLOCK
-from .backend import Array, to_host, working, xp
+from .backend import BLOCK, MOST_BLOCKS, Array, to_host, working, xp
 
 State = dict[str, Array]  # what an optimizer keeps for one vector, by the names that PyTorch uses
 
 
 class Scratch:
-    """Arrays of one block that are used again and again: `scratch(key, count, dtype)`."""
+    """Arrays of a block that are used again and again: `scratch(key, count, dtype)`."""
 
     def __init__(self) -> None:
         self.arrays: dict[tuple[str, np.dtype[Any]], Array] = {}
 
     def __call__(self, key: str, count: int, dtype: np.dtype[Any]) -> Array:
-        if (key, dtype) not in self.arrays:
-            self.arrays[key, dtype] = xp.empty(BLOCK, dtype)
+        if (key, dtype) not in self.arrays or self.arrays[key, dtype].size < count:
+            self.arrays[key, dtype] = xp.empty(max(BLOCK, count), dtype)
         return self.arrays[key, dtype][:count]
 
 
+def block_size(size: int) -> int:
+    """Elements of the blocks in which a vector of `size` is walked."""
+    return max(BLOCK, -(-size // MOST_BLOCKS))
+
+
 def blocks(size: int) -> Iterator[slice]:
-    """Slices of at most BLOCK elements that cover a vector of `size`."""
-    return (slice(start, min(start + BLOCK, size)) for start in range(0, size, BLOCK))
+    """Slices of at most so many elements that cover a vector of `size`."""
+    step = block_size(size)
+    return (slice(start, min(start + step, size)) for start in range(0, size, step))
 
 
 _shared = Scratch()
@@ -123,7 +128,7 @@ class Optimizer:
         """Fresh state for `weights`, (n,): moments and master copy of n elements, float32 for 16-bit weights."""
         wide = working(weights.dtype)
         for key in ("weights", "gradient", "a")[2 * (weights.dtype == wide) :]:
-            self._scratch(key, 0, wide)  # now, so that an update allocates nothing and cannot fail halfway
+            self._scratch(key, block_size(weights.size), wide)  # now: an update allocates nothing, and cannot fail
         state = {moment: xp.zeros(weights.size, wide) for moment in self.moments}
         if self.master and weights.dtype != wide:
             state["master"] = weights.astype(wide)

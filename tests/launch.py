@@ -26,6 +26,11 @@ OPEN_MPI = {  # as root, and on more ranks than cores; other MPIs ignore it
 Done = subprocess.CompletedProcess[str]
 
 
+def python_path(*places: Path) -> str:
+    """PYTHONPATH: first these, then the repository, then what it was."""
+    return os.pathsep.join(filter(None, [*map(str, places), str(ROOT), os.environ.get("PYTHONPATH")]))
+
+
 def run_ranks(n: int, script: str | Path, *args: object, **options: Any) -> Done:
     """Run `python script args` on `n` ranks with the environment's own MPI; the rest as in `run_python`."""
     mpiexec = shutil.which("mpiexec", path=BIN) or shutil.which("mpiexec")
@@ -51,7 +56,7 @@ def run_python(
     command = [*launcher, sys.executable, str(script), *map(str, args)]
     path = {
         "PATH": os.pathsep.join([BIN, os.environ.get("PATH", os.defpath)]),
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": python_path(),
     }
     environment = {**os.environ, **OPEN_MPI, **path, "PYTHONUNBUFFERED": "1", **(env or {})}
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:

@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 import minizero as mz
-from launch import ROOT, run_python, run_ranks
+from launch import ROOT, python_path, run_python, run_ranks
 from minizero import functional as F
 from minizero import memory, nn
 
@@ -254,7 +254,7 @@ def test_json_stays_one_object_and_names_the_pictures(tmp_path: Path) -> None:
 
 def test_without_matplotlib_a_lesson_runs_and_plot_is_refused_before_training(tmp_path: Path) -> None:
     (tmp_path / "matplotlib.py").write_text(NO_MATPLOTLIB)
-    path = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    path = {"PYTHONPATH": python_path(tmp_path)}
     assert "same bits as plain DP: yes" in run_python(ZERO1, "--steps", "2", env=path).stdout
     done = run_ranks(3, ZERO1, "--plot", tmp_path / "zero.png", check=False, env=path)
     assert done.returncode and not done.stdout and "Traceback" not in done.stderr

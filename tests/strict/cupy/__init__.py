@@ -123,7 +123,9 @@ def call(name: str, function: Callable[..., Any], args: Any, keywords: Any, plac
     if name in WITHOUT_IDENTITY and any(array.size == 0 for array in arrays):
         raise ValueError(f"zero-size array to reduction operation cupy_{name} which has no identity")
     computes = isinstance(function, np.ufunc) or name in ("sum", "mean", "prod", "where", *WITHOUT_IDENTITY)
-    if computes and any(array.dtype == bfloat16 for array in arrays):
+    plain = name in ("add", "subtract", "multiply", "equal") and len(arrays) == 2
+    narrow = [array.dtype == bfloat16 for array in arrays]
+    if computes and any(narrow) and not (plain and all(narrow)):
         raise Fault(f"{name} of bfloat16: not what NumPy computes; cast to float32 first")
     if name in READING or (name == "where" and len(args) == 1):
         clock.read()
@@ -304,17 +306,19 @@ class ndarray:  # noqa: N801
                 axis = self.ndim - sum(each is not None for each in parts[i + 1 :])
             elif part is not None:
                 if isinstance(part, np.ndarray) or (isinstance(part, list) and part):
-                    parts[i] = np.asarray(part) % max(self.shape[axis], 1)  # beyond the end, CuPy begins anew
+                    parts[i] = np.asarray(
+                        np.asarray(part).astype(np.int64) % max(self.shape[axis], 1)
+                    )  # beyond the end, CuPy begins anew
                 axis += 1
         if not any(part is Ellipsis for part in parts):
             parts.append(...)
         return tuple(parts), any(isinstance(part, np.ndarray | list) for part in parts)
 
     def __getitem__(self, key: Any) -> ndarray:
-        where, _ = self._key(key)
+        where, single = self._key(key)
         if any(isinstance(part, np.ndarray) and part.dtype == bool for part in where):
             clock.read()  # how many there are
-        return device_array(self._a[where], [self])
+        return device_array(self._a[where].copy()) if single else device_array(self._a[where], [self])
 
     def __setitem__(self, key: Any, value: Any) -> None:
         where, single = self._key(key)
