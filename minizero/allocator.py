@@ -12,6 +12,7 @@ facts come from the memory pool's hooks.
 from __future__ import annotations
 
 import ctypes
+import gc
 import sys
 import threading
 import tracemalloc
@@ -238,6 +239,7 @@ def cupy_watch() -> Watch:
             self.__exit__(None, None, None)
 
         def limit(self, nbytes: int) -> bool:
+            gc.collect()  # what dies later would leave more room than there is
             pool = xp.get_default_memory_pool()
             pool.free_all_blocks()
             if nbytes:  # ... of arrays that count; all others have their memory already

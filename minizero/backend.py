@@ -62,7 +62,7 @@ def choose(wanted: str) -> tuple[str, ModuleType]:
         if wanted == "cupy":
             raise RuntimeError(
                 "MINIZERO_BACKEND=cupy, but CuPy cannot be imported "
-                f"({error}): pip install cupy-cuda13x (or cupy-cuda12x), or use MINIZERO_BACKEND=auto"
+                f"({error}): pip install 'cupy-cuda12x[ctk]' (or cuda13x), or use MINIZERO_BACKEND=auto"
             ) from error
         return "numpy", np
     if cupy.cuda.is_available():
@@ -77,6 +77,7 @@ def choose(wanted: str) -> tuple[str, ModuleType]:
 name, xp = choose(os.environ.get("MINIZERO_BACKEND", "auto"))
 device = "cpu"  # this process's, in words
 BLOCK = 16_384  # elements that are updated at once: on a CPU, five such blocks fit in the cache ...
+ON_HOST = name == "numpy"  # are arrays in the host's memory, as random numbers are that were just drawn?
 MOST_BLOCKS = 2**62 if name == "numpy" else 16  # ... and a GPU is slow to start: so many blocks at most
 
 

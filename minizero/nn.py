@@ -282,7 +282,7 @@ class GPT(Module):
         time = shape[1]
         if time > self.context:
             raise ValueError(f"GPT: {time} tokens in a row, but its context is {self.context}")
-        x = self.token(tokens) + self.position(xp.arange(time))  # (B, T, C) + (T, C)
+        x = self.token(tokens) + self.position(np.arange(time))  # (B, T, C) + (T, C)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))

@@ -116,8 +116,8 @@ def scatter_add(rows: int, ids: Array, source: Array) -> Array:
         step *= 2
     wanted = xp.arange(rows)
     first = xp.minimum(xp.searchsorted(ids, wanted), count - 1)
-    total = source[first]
-    total[ids[first] != wanted] = 0
+    total, absent = source[first], ids[first] != wanted
+    xp.copyto(total, 0, where=absent.reshape(-1, *[1] * (total.ndim - 1)))
     return total
 
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import TYPE_CHECKING
 
+from .backend import ON_HOST
 from .optim import block_size
 from .parameter import DRAW_BLOCK
 from .sizes import FLOAT, Operation
@@ -228,7 +229,7 @@ class _Replay:
         """Unit by unit: draw it, let it go round the ring, keep what is to stay."""
         for i, unit in enumerate(self.units):
             self.hold("temporary", self.vector(i))
-            self.see(unit.draw * min(max(unit.parameters), DRAW_BLOCK))
+            self.see((unit.draw if ON_HOST else FLOAT) * min(max(unit.parameters), DRAW_BLOCK))
             self.reserve("ring", self.vector(i) // self.ranks)
             self.see(self.vector(i, "weights") if self.level == 3 else 0)  # the chunk is a copy
             self.live["temporary"] -= self.vector(i)

@@ -23,12 +23,22 @@ OPEN_MPI = {  # as root, and on more ranks than cores; other MPIs ignore it
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
+PATIENCE = float(os.environ.get("MINIZERO_TEST_PATIENCE", "1"))  # times as long as usual, before a job is ended
 Done = subprocess.CompletedProcess[str]
 
 
 def python_path(*places: Path) -> str:
     """PYTHONPATH: first these, then the repository, then what it was."""
     return os.pathsep.join(filter(None, [*map(str, places), str(ROOT), os.environ.get("PYTHONPATH")]))
+
+
+STRICT = {  # a job or the suite on the stand-in for CuPy, its messages through pinned memory ...
+    "MINIZERO_BACKEND": "cupy",
+    "PYTHONPATH": python_path(ROOT / "tests" / "strict"),
+    "MINIZERO_MPI_CUDA": "0",
+    "STRICT_GRAIN": "1",  # bytes that its memory pool counts in; a real one's are 512
+}
+AWARE = {**STRICT, "MINIZERO_MPI_CUDA": "1", "STRICT_CUDA_AWARE": "1"}  # ... or straight from its memory
 
 
 def run_ranks(n: int, script: str | Path, *args: object, **options: Any) -> Done:
@@ -65,7 +75,7 @@ def run_python(
             start_new_session=True,
         )  # fmt: skip
         try:
-            job.wait(timeout)
+            job.wait(timeout * PATIENCE)
             timed_out = False
         except subprocess.TimeoutExpired:
             timed_out = True

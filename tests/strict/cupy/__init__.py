@@ -135,6 +135,8 @@ def call(name: str, function: Callable[..., Any], args: Any, keywords: Any, plac
         options["out"] = out._a
     order(*arrays, *([out] if out is not None else []))
     found = function(*given, **options)
+    if found is None:  # copyto
+        return None
     return out if out is not None else device_array(found, arrays)
 
 
@@ -322,6 +324,8 @@ class ndarray:  # noqa: N801
 
     def __setitem__(self, key: Any, value: Any) -> None:
         where, single = self._key(key)
+        if any(isinstance(part, np.ndarray) and part.dtype == bool for part in where):
+            clock.read()  # how many there are
         if isinstance(value, np.ndarray) and value.ndim:
             raise ValueError("non-scalar numpy.ndarray cannot be used for fill")
         if isinstance(value, ndarray):
