@@ -94,10 +94,8 @@ def cores(world: MPI.Comm) -> Line:
 
 def device(world: MPI.Comm) -> Line:
     """Who has which GPU, and how many ranks have the same?"""
-    text = by_rank(world, f"{backend.name} on {backend.device}")
+    text = by_rank(world, f"{backend.name} on {backend.device}{backend.device_facts()}")
     if backend.name == "cupy":
-        facts = xp.cuda.runtime.getDeviceProperties(xp.cuda.Device().id)
-        text += by_rank(world, f" ({facts['name'].decode()}, {facts['totalGlobalMem'] / 1e9:.1f} GB)")
         takers = Counter(world.allgather((MPI.Get_processor_name(), backend.device)))
         if max(takers.values()) > 1:
             text += (
@@ -118,7 +116,7 @@ def transport(world: MPI.Comm) -> Line:
     if backend.name == "numpy":
         return "transport", OK, "through the host's memory, where arrays are"
     text = by_rank(world, f"{'GPU memory is handed to MPI' if direct else 'through pinned host memory'} ({why})")
-    if not direct and FORCE not in os.environ:
+    if not direct and not os.environ.get(FORCE):
         text += f". Right everywhere, and slower than a CUDA-aware MPI; if this MPI is one, set {FORCE}=1"
     return "transport", OK, text
 

@@ -94,6 +94,14 @@ def use_device(local_rank: int) -> None:
         device = f"gpu {number}"
 
 
+def device_facts() -> str:
+    """Name and memory of this process's GPU; nothing where there is none."""
+    if name == "numpy":
+        return ""
+    facts = xp.cuda.runtime.getDeviceProperties(xp.cuda.Device().id)
+    return f" ({facts['name'].decode()}, {facts['totalGlobalMem'] / 1e9:.1f} GB)"
+
+
 def to_host(array: Array) -> np.ndarray[Any, Any]:
     """A NumPy array with the values of `array` (a copy only where `array` lives on a GPU)."""
     return np.asarray(array) if name == "numpy" else xp.asnumpy(array)

@@ -304,7 +304,7 @@ def _take_device() -> None:
     backend.use_device(node.rank)
     node.Free()
     direct, why = cuda_aware()
-    if not (direct or FORCE in os.environ or MPI.COMM_WORLD.rank) and MPI.COMM_WORLD.size > 1:
+    if not (direct or os.environ.get(FORCE) or MPI.COMM_WORLD.rank) and MPI.COMM_WORLD.size > 1:
         sys.stderr.write(
             f"minizero: messages between GPUs go through host memory, since this MPI is not known to be CUDA-aware "
             f"({why}). If it is, set {FORCE}=1\n"

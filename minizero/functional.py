@@ -315,9 +315,9 @@ def embedding(weight: Operand, tokens: Operand) -> Tensor:
     weight = tensor(weight)
     if weight.ndim != 2:
         raise ValueError(f"embedding: the weight must be (rows, width), this one has shape {weight.shape}")
-    ids, valid = within("embedding", "tokens", integers("embedding", "tokens", tokens), weight.shape[0])
-    rows = index(weight, ids)
-    return rows if valid is None else where(valid[..., None], rows, math.nan)
+    ids = integers("embedding", "tokens", tokens)
+    ids, one = within("embedding", "tokens", ids, weight.shape[0], working(weight.dtype))
+    return index(weight, ids) if one is None else mul(index(weight, ids), one[..., None])
 
 
 @operation
@@ -327,17 +327,17 @@ def cross_entropy(logits: Operand, targets: Operand) -> Tensor:
     shape, targets = logits.shape, integers("cross_entropy", "targets", targets)
     if not shape or not shape[-1] or targets.shape != shape[:-1]:
         raise ValueError(f"cross_entropy: targets {targets.shape} do not fit logits {shape}, (..., classes)")
-    column, valid = within("cross_entropy", "targets", targets.reshape(-1), shape[-1])
+    column, one = within("cross_entropy", "targets", targets.reshape(-1), shape[-1], dtype)
     y, row, count = rows_of(value(logits, dtype)), xp.arange(column.size), column.size or 1
     y = y - largest(y, -1, keepdims=True)
-    chosen = y[row, column] if valid is None else xp.where(valid, y[row, column], math.nan)
+    chosen = y[row, column] if one is None else y[row, column] * one
     y = xp.exp(y, out=y)
     total = y.sum(axis=-1, keepdims=True)
     loss = (xp.log(total[:, 0]) - chosen).sum() / count
     y /= total  # the probabilities
 
     def share(g: Array) -> Array:
-        gradient = y * (g / count)
+        gradient = y * (g / count if one is None else g / count * one[:, None])
         gradient[row, column] -= g / count
         return gradient.reshape(shape)
 

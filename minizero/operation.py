@@ -140,15 +140,15 @@ def integers(name: str, what: str, given: Operand) -> Array:
     return ids
 
 
-def within(name: str, what: str, ids: Array, count: int) -> tuple[Array, Array | None]:
+def within(name: str, what: str, ids: Array, count: int, dtype: Any) -> tuple[Array, Array | None]:
     """`ids` as an array of `xp`, all in [0, count).
 
-    On a GPU they are not looked at here, as that would mean to wait for it: they come with an array of bools, where
-    they do lie there. What is taken from other places must become NaN, which `step` refuses.
+    On a GPU they are not looked at here, as that would mean to wait for it. They come with an array of 1, or NaN where
+    they lie elsewhere: what is taken there, and its gradient, must be multiplied by it, so that `step` refuses it.
     """
     if not isinstance(ids, np.ndarray):
         ids = ids.astype("int64", copy=False)
-        return ids, (ids >= 0) & (ids < count)
+        return ids, xp.where((ids >= 0) & (ids < count), 1.0, math.nan).astype(dtype)
     low, high = (int(ids.min()), int(ids.max())) if ids.size else (0, -1)
     if low < 0 or high >= count:
         raise IndexError(f"{name}: {what} must lie in 0 to {count - 1}, found {low if low < 0 else high}")

@@ -118,13 +118,17 @@ def check_ids() -> None:
         else:
             raise AssertionError("an id of the host was not looked at")
     engine = mz.Zero3(nn.Sequential(nn.Embedding(4, 3)), mz.SGD(0.1), comm)
-    engine.backward(F.cross_entropy(engine(xp.asarray([0, 9])), xp.asarray([0, 1])))
-    try:
-        engine.step()
-    except FloatingPointError as error:
-        assert "layers.0.weight is not finite" in str(error), error
-    else:
-        raise AssertionError("a step with an id that does not exist was made")
+    for tokens, targets in (([0, 1], [0, 9]), ([0, 9], [0, 1]), ([0, 1], [0, -1])):
+        engine.backward(F.cross_entropy(engine(xp.asarray(tokens)), xp.asarray(targets)))
+        try:
+            engine.step()
+        except FloatingPointError as error:
+            assert "layers.0.weight is not finite" in str(error), error
+        else:
+            raise AssertionError(f"a step with {tokens}, {targets} was made")
+        engine.zero_grad()
+    engine.backward(F.cross_entropy(engine(xp.asarray([0, 1])), xp.asarray([0, 1])))
+    engine.step()
 
 
 def check_empty() -> None:

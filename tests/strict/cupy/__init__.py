@@ -58,28 +58,29 @@ def names() -> dict[str, set[str] | None]:
 NAMES = names()
 
 
-def order(*arrays: Any) -> None:
+def order(arrays: list[ndarray]) -> None:
     """The device is told to do something with arrays, which must be its own."""
     for array in arrays:
         if array._device != Device.current:
             raise Fault(f"array of device {array._device} used while device {Device.current} is current")
-    clock.order()
+    clock.given += 1
 
 
 def host(thing: Any, arrays: list[ndarray]) -> Any:
     """What NumPy is given for an argument; its arrays are noted."""
-    if isinstance(thing, ndarray):
+    kind = type(thing)
+    if kind is ndarray:
         arrays.append(thing)
         return thing._a
-    if isinstance(thing, np.ndarray):
-        raise TypeError(f"Unsupported type {type(thing)}: an array of the host among those of the device")
-    if isinstance(thing, list | tuple):
-        return type(thing)(host(each, arrays) for each in thing)
+    if kind is np.ndarray:
+        raise TypeError(f"Unsupported type {kind}: an array of the host among those of the device")
+    if kind is list or kind is tuple:
+        return kind([host(each, arrays) for each in thing])
     return thing
 
 
 def root(array: Host) -> Host:
-    while isinstance(array.base, np.ndarray):
+    while type(array.base) is np.ndarray:
         array = array.base
     return array
 
@@ -88,56 +89,65 @@ def device_array(found: Any, sources: Any = ()) -> Any:
     """A result of NumPy's as an array of the device: a view of a source's memory, or in memory of its own."""
     if isinstance(found, tuple):
         return tuple(device_array(each, sources) for each in found)
-    a = np.asarray(found)
+    a = found if type(found) is np.ndarray else np.asarray(found)
     if a.dtype.char not in SUPPORTED and a.dtype != bfloat16:
         raise ValueError(f"Unsupported dtype {a.dtype}")
     array = ndarray.__new__(ndarray)
     array._a, array._device, array.base = a, Device.current, None
-    owner = root(a)
-    for source in sources:
-        if root(source._a) is owner:
-            array._chunk, array.base = source._chunk, source if source.base is None else source.base
-            return array
-    array._chunk = Chunk(a.nbytes, owner.ctypes.data) if a.nbytes else None
+    if a.base is not None:
+        owner = root(a)
+        for source in sources:
+            if source._a is owner or root(source._a) is owner:
+                array._chunk, array.base = source._chunk, source if source.base is None else source.base
+                return array
+    array._chunk = Chunk(a.nbytes) if a.nbytes else None
     return array
 
 
-def check(name: str, place: str, keywords: Any) -> None:
-    """Does CuPy have this name, with these keywords?"""
-    full = f"{place}.{name}"
-    if full not in NAMES:
-        raise AttributeError(f"CuPy has no {full}")
-    known = NAMES[full]
-    if known is not None and not known.issuperset(keywords):
-        raise TypeError(f"{full} has no keyword {', '.join(set(keywords) - known)}")
+class Known:
+    """What is known of a function: its keywords (None: any), and what about it is different on a GPU."""
+
+    def __init__(self, name: str, place: str, function: Callable[..., Any]) -> None:
+        self.full = f"{place}.{name}"
+        if self.full not in NAMES:
+            raise AttributeError(f"CuPy has no {self.full}")
+        if name in UNSTEADY:
+            raise Fault(f"{name} of a GPU has other bits from run to run")
+        self.keywords, self.reads, self.without_identity = NAMES[self.full], name in READING, name in WITHOUT_IDENTITY
+        self.computes = isinstance(function, np.ufunc) or name in ("sum", "mean", "prod", "where", *WITHOUT_IDENTITY)
+        self.plain = name in ("add", "subtract", "multiply", "equal")
+
+
+known = functools.cache(Known)
 
 
 def call(name: str, function: Callable[..., Any], args: Any, keywords: Any, place: str = "cupy") -> Any:
     """Run a function of NumPy's as the device would."""
-    check(name, place, keywords)
-    if name in UNSTEADY:
-        raise Fault(f"{name} of a GPU has other bits from run to run")
+    facts, out = known(name, place, function), None
     arrays: list[ndarray] = []
-    given, out = [host(each, arrays) for each in args], keywords.pop("out", None)
-    options = {key: host(each, arrays) for key, each in keywords.items()}
-    if name in WITHOUT_IDENTITY and any(array.size == 0 for array in arrays):
+    given = [host(each, arrays) for each in args]
+    if keywords:
+        if facts.keywords is not None and not facts.keywords.issuperset(keywords):
+            raise TypeError(f"{facts.full} has no keyword {', '.join(set(keywords) - facts.keywords)}")
+        out = keywords.pop("out", None)
+        keywords = {key: host(each, arrays) for key, each in keywords.items()}
+    if facts.without_identity and any(array.size == 0 for array in arrays):
         raise ValueError(f"zero-size array to reduction operation cupy_{name} which has no identity")
-    computes = isinstance(function, np.ufunc) or name in ("sum", "mean", "prod", "where", *WITHOUT_IDENTITY)
-    plain = name in ("add", "subtract", "multiply", "equal") and len(arrays) == 2
-    narrow = [array.dtype == bfloat16 for array in arrays]
-    if computes and any(narrow) and not (plain and all(narrow)):
-        raise Fault(f"{name} of bfloat16: not what NumPy computes; cast to float32 first")
-    if name in READING or (name == "where" and len(args) == 1):
+    if facts.computes:
+        narrow = [array._a.dtype == bfloat16 for array in arrays]
+        if any(narrow) and not (facts.plain and narrow == [True, True]):
+            raise Fault(f"{name} of bfloat16: not what NumPy computes; cast to float32 first")
+    if facts.reads or (name == "where" and len(args) == 1):
         clock.read()
     if out is not None:
-        if not isinstance(out, ndarray):
+        if type(out) is not ndarray:
             raise TypeError(f"out= must be an array of the device, not {type(out)}")
-        options["out"] = out._a
-    order(*arrays, *([out] if out is not None else []))
-    found = function(*given, **options)
-    if found is None:  # copyto
-        return None
-    return out if out is not None else device_array(found, arrays)
+        order([*arrays, out])
+        function(*given, out=out._a, **keywords)
+        return out
+    order(arrays)
+    found = function(*given, **keywords)
+    return None if found is None else device_array(found, arrays)  # copyto gives nothing
 
 
 def method(name: str) -> Callable[..., Any]:
@@ -155,8 +165,9 @@ def operator(name: str, swapped: bool = False, in_place: bool = False) -> Callab
     function = getattr(np, name)
 
     def run(self: ndarray, *others: Any) -> Any:
-        if any(getattr(other, "__array_ufunc__", self) is None for other in others):
-            return NotImplemented
+        for other in others:
+            if getattr(other, "__array_ufunc__", self) is None:
+                return NotImplemented
         args = (*others, self) if swapped else (self, *others)
         return call(name, function, args, {"out": self} if in_place else {})
 
@@ -233,7 +244,7 @@ class ndarray:  # noqa: N801
     def set(self, arr: Host, stream: Any = None) -> None:
         if not isinstance(arr, np.ndarray) or arr.dtype != self.dtype or arr.shape != self.shape:
             raise TypeError("set: needs a NumPy array of the same dtype and shape")
-        order(self)
+        order([self])
         self._a[...] = arr
         clock.take(arr)
 
@@ -299,37 +310,39 @@ class ndarray:  # noqa: N801
         """An index for NumPy, which always gives an array; and does it take single elements?"""
         arrays: list[ndarray] = []
         parts = list(host(key if isinstance(key, tuple) else (key,), arrays))
-        order(self, *arrays)
+        order([self, *arrays])
         if any(array.dtype == bool for array in arrays):
             return (*parts, ...), True
-        axis = 0
+        axis, single, whole = 0, False, False
         for i, part in enumerate(parts):
+            kind = type(part)
             if part is Ellipsis:
-                axis = self.ndim - sum(each is not None for each in parts[i + 1 :])
+                axis, whole = self.ndim - sum(each is not None for each in parts[i + 1 :]), True
             elif part is not None:
-                if isinstance(part, np.ndarray) or (isinstance(part, list) and part):
-                    parts[i] = np.asarray(
-                        np.asarray(part).astype(np.int64) % max(self.shape[axis], 1)
-                    )  # beyond the end, CuPy begins anew
+                if kind is np.ndarray or (kind is list and part):  # beyond the end, CuPy begins anew
+                    parts[i] = np.asarray(np.asarray(part).astype(np.int64) % max(self.shape[axis], 1))
+                single = single or kind is np.ndarray or kind is list
                 axis += 1
-        if not any(part is Ellipsis for part in parts):
+        if not whole:
             parts.append(...)
-        return tuple(parts), any(isinstance(part, np.ndarray | list) for part in parts)
+        return tuple(parts), single
 
     def __getitem__(self, key: Any) -> ndarray:
         where, single = self._key(key)
-        if any(isinstance(part, np.ndarray) and part.dtype == bool for part in where):
+        if not single:
+            return device_array(self._a[where], (self,))
+        if any(type(part) is np.ndarray and part.dtype == bool for part in where):
             clock.read()  # how many there are
-        return device_array(self._a[where].copy()) if single else device_array(self._a[where], [self])
+        return device_array(self._a[where].copy())
 
     def __setitem__(self, key: Any, value: Any) -> None:
         where, single = self._key(key)
-        if any(isinstance(part, np.ndarray) and part.dtype == bool for part in where):
+        if single and any(type(part) is np.ndarray and part.dtype == bool for part in where):
             clock.read()  # how many there are
         if isinstance(value, np.ndarray) and value.ndim:
             raise ValueError("non-scalar numpy.ndarray cannot be used for fill")
         if isinstance(value, ndarray):
-            order(value)
+            order([value])
             if single and value.size > 1:
                 taken = np.arange(self.size).reshape(self.shape)[where]
                 if np.unique(taken).size != taken.size:

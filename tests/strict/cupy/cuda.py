@@ -192,10 +192,11 @@ pool = MemoryPool()
 class Chunk:
     """Memory of the device, as long as somebody holds this."""
 
-    def __init__(self, size: int, address: int) -> None:
-        self.size, self.ptr, self.device = -(-size // GRAIN) * GRAIN, address, Device.current
-        self.held = False
-        facts = {"device_id": self.device, "size": size, "mem_size": self.size}
+    __slots__ = ("held", "size")
+
+    def __init__(self, size: int) -> None:
+        self.held, self.size = False, -(-size // GRAIN) * GRAIN
+        facts = {"device_id": Device.current, "size": size, "mem_size": self.size} if hooks else {}
         for hook in list(hooks.values()):
             hook.malloc_preprocess(**facts)
         full = pool.limit and pool.used + self.size > pool.limit
@@ -203,7 +204,7 @@ class Chunk:
             pool.used += self.size
             self.held = True
         for hook in list(hooks.values()):
-            hook.malloc_postprocess(**facts, mem_ptr=0 if full else address, pmem_id=id(self))
+            hook.malloc_postprocess(**facts, mem_ptr=0 if full else id(self), pmem_id=id(self))
         if full:
             raise OutOfMemoryError(
                 f"Out of memory allocating {size:,} bytes (allocated so far: {pool.used:,} bytes, "
@@ -211,9 +212,11 @@ class Chunk:
             )
 
     def __del__(self) -> None:
-        if self.held and not sys.is_finalizing():
-            pool.used -= self.size
-            facts = {"device_id": self.device, "mem_size": self.size, "mem_ptr": self.ptr, "pmem_id": id(self)}
+        if not self.held:
+            return
+        pool.used -= self.size
+        if hooks and not sys.is_finalizing():
+            facts = {"device_id": 0, "mem_size": self.size, "mem_ptr": id(self), "pmem_id": id(self)}
             for hook in list(hooks.values()):
                 hook.free_preprocess(**facts)
                 hook.free_postprocess(**facts)
