@@ -31,7 +31,6 @@ from typing import Any, NamedTuple
 from launch import AWARE, ROOT, STRICT, run_python
 
 PARTS = ROOT / "tests" / "jobs" / "gpu_parts.py"
-SECONDS = 285.0  # for everything
 Found = dict[str, Any]
 
 
@@ -111,7 +110,7 @@ class Machine:
         if part.needs in self.lacks:
             return {"verdict": "not run", "why": self.lacks[part.needs]}
         if left < 5:
-            return {"verdict": "not run", "why": f"no time left of {SECONDS:g} s"}
+            return {"verdict": "not run", "why": "no time left: see --seconds"}
         env = {**self.env, **part.env}
         if part.name == "direct ring" and self.quick:
             env |= {key: AWARE[key] for key in ("MINIZERO_MPI_CUDA", "STRICT_CUDA_AWARE")}
@@ -157,7 +156,7 @@ def near(found: list[tuple[Part, Found]]) -> Found | None:
         dtype = next(each for each in worst if each in key)
         worst[dtype] = max([worst[dtype], *(abs(a - b) / (1 + abs(b)) for a, b in zip(here[key], losses, strict=True))])
     good = worst["float32"] < 1e-3 and worst["bfloat16"] < 5e-2
-    return {"verdict": "ok" if good else "FAILED", "why": "", "seconds": 0, **worst}
+    return {"verdict": "ok" if good else "FAILED", "why": f"off by {worst}", "seconds": 0, **worst}
 
 
 def told(part: str, facts: Found) -> str:
@@ -179,7 +178,7 @@ def told(part: str, facts: Found) -> str:
         ills = {letter: run["illness"] for letter, run in facts["runs"].items() if "illness" in run}
         verdicts = [f"{claim}: {'yes' if v['holds'] else 'no'}" for claim, v in facts["verdicts"].items()]
         return "; ".join([", ".join(f"{letter} {illness}" for letter, illness in ills.items()), *verdicts]).strip("; ")
-    skip = ("verdict", "losses", "seconds", "ranks")
+    skip = ("verdict", "why", "losses", "seconds", "ranks")
     return ", ".join(f"{k} {v:.1e}" if isinstance(v, float) else f"{k} {v}" for k, v in facts.items() if k not in skip)
 
 
@@ -188,6 +187,7 @@ def main() -> int:
     parser.add_argument("--json", default="gpu-check.json", metavar="FILE", help="where to write what was found")
     parser.add_argument("--mpi", metavar="WHEEL", help="take MPI from this wheel file")
     parser.add_argument("--rehearse", choices=("strict", "numpy"), help="without a GPU: on the stand-in, or on NumPy")
+    parser.add_argument("--seconds", type=float, default=285, help="for everything; what does not fit is not run (285)")
     parser.add_argument("--only", action="append", metavar="WORD", help="only parts with this word in their names")
     options = parser.parse_args()
     begin, found = time.monotonic(), list[tuple[Part, Found]]()
@@ -197,7 +197,7 @@ def main() -> int:
             if options.only and part.name != "machine" and not any(word in part.title for word in options.only):
                 continue
             start = time.monotonic()
-            facts = machine.run(part, SECONDS - (start - begin))
+            facts = machine.run(part, options.seconds - (start - begin))
             facts.setdefault("seconds", round(time.monotonic() - start, 1))
             found.append((part, facts))
             report(part._replace(ranks=facts.get("ranks", part.ranks)).title, part.name, facts)
