@@ -30,6 +30,7 @@ import pictures
 from minizero import backend, memory, ring
 from minizero.comm import MPI
 from options import Task as Task
+from saving import Saver
 
 try:
     from rich.console import Console
@@ -81,6 +82,7 @@ class Report:
         self.task, self.comm, self.ranks = task, comm, comm.size if comm else 1
         self.speaks = MPI.COMM_WORLD.rank == 0 and not task.options.json
         self.runs: list[Run] = []
+        self.saver = Saver(task.options)
         self._bar: Any = None
         mpi = " ".join(MPI.Get_library_version().strip("\0").splitlines()[0].split(",")[0].split())
         self.facts: dict[str, Any] = {"lesson": Path(file).stem, "options": vars(task.options), "ranks": self.ranks,
@@ -109,31 +111,43 @@ class Report:
         `forward` is an engine, or a function from x to logits that needs a name.
         """
         name = name or (THEORY[type(forward)].name if type(forward) in THEORY else type(forward).__name__)
-        run, bar = Run(name, forward), self._draw(name)
+        first = self._resume(forward, name)
+        run, bar = Run(name, forward), self._draw(name, first)
         self._run, self._bar, self._line = run, bar, ""
         sent = self.comm.traffic if self.comm else {}
         self._say(f"{name:9} loss")
-        for step, batch in enumerate(self.task.batches(self.comm.rank if self.comm else 0, self.ranks)):
-            self._look = step in {round(i * (self.task.steps - 1) / 4) for i in range(5)}
+        looks, saved = {first + round(i * (self.task.steps - first - 1) / 4) for i in range(5)}, ""
+        for step, batch in enumerate(self.task.batches(self.comm.rank if self.comm else 0, self.ranks, first), first):
+            self._look = step in looks
             self._losses, self._examples = 0.0, 0
             sent.clear()
-            with self._recording(step):
+            with self._recording(step - first, self.task.steps - first):
                 yield batch
             run.traffic = most(run.traffic, sent)
+            if isinstance(forward, mz.Engine):
+                saved = self.saver.after(forward, name) or saved
             if bar:
                 bar.advance(bar.task_ids[0])
         if bar:
             bar.stop()
             self.print(self._line, end="")
         accuracy = self.task.accuracy(forward)
-        self.print(f"   accuracy {100 * accuracy:.1f} %")
+        self.print(f"   accuracy {100 * accuracy:.1f} %{saved}")
         run.memory, run.traffic = most(*self.from_all(run.memory)), most(*self.from_all(run.traffic))
         run.facts["accuracy"], self.facts["runs"][name] = accuracy, run.facts
         self.runs.append(run)
 
-    def _recording(self, step: int) -> Any:
+    def _resume(self, forward: Any, name: str) -> int:
+        """The step to begin with: with --resume the one after those of the checkpoint, which is loaded."""
+        folder = self.saver.start(forward, name) if isinstance(forward, mz.Engine) else None
+        if folder is None:
+            return 0
+        self.print(f"{name} goes on after {forward.steps} steps, from {folder}")
+        return int(forward.steps)
+
+    def _recording(self, step: int, steps: int) -> Any:
         """A context around a step, which costs nothing but for one step on rank 0 with --plot."""
-        run, wanted = self._run, min(2, self.task.steps - 1)  # moments exist from the second step on
+        run, wanted = self._run, min(2, steps - 1)  # moments exist from the second step on
         if self.task.plot is None or step != wanted or MPI.COMM_WORLD.rank or not isinstance(run.forward, mz.Engine):
             return nullcontext()
         return pictures.recording(run.forward, run.recorded, run.name)
@@ -175,13 +189,13 @@ class Report:
         if isinstance(run.forward, mz.Engine) and run.forward.steps > 0:
             run.memory = most(run.memory, run.forward.memory())
 
-    def _draw(self, name: str) -> Any:
+    def _draw(self, name: str, first: int) -> Any:
         """A progress bar, where there is rich and a terminal to draw on."""
         if not self.speaks or Progress is None or not on_terminal():
             return None
         console = Console(force_terminal=True)
         bar = Progress("{task.description}", BarColumn(), MofNCompleteColumn(), console=console, transient=True)
-        bar.add_task(name, total=self.task.steps)
+        bar.add_task(name, total=self.task.steps, completed=first)
         bar.start()
         console.show_cursor()  # Ctrl-C would leave it hidden
         return bar

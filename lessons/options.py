@@ -73,6 +73,16 @@ class Task:
         if micro_batches:  # where there is an engine
             add("--micro-batches", type=count, default=1, help="k: backwards per step, each on 1/k of the batch (1)")
             add("--plot", metavar="FILE", help=PLOT)
+            add(
+                "--save",
+                metavar="DIR",
+                help="save each stage in DIR/STAGE, every 10 steps and at the end (do not save)",
+            )
+            add(
+                "--resume",
+                metavar="DIR",
+                help="go on with what --save DIR saved, up to step --steps; DIR/DP: every stage with DP's",
+            )
             add("--budget", type=size, help="memory of a rank, as in 500kB or 2MB; out of it, the run ends (no limit)")
         add("--seed", type=number(int, 0, 2**32 - 1), default=0, help="of weights and batches (0)")
         add("--json", action="store_true", help="print one JSON object, and nothing else")
@@ -119,9 +129,9 @@ class Task:
         batch = f"batch {self.batch}{f' in {self.k} micro-batches' if self.k > 1 else ''}"
         return f"N = {ranks}, {o.dtype}, {o.model} of {self.layers} {layers}, width {self.width}, {batch}"
 
-    def batches(self, rank: int = 0, size: int = 1) -> Iterator[list[tuple[Any, Any]]]:
-        """For each step the micro-batches (x, y) of one rank's slice of the global batch."""
-        for x, y in data.batches(self.x, self.y, self.batch, range(self.steps), rank, size, self.options.seed):
+    def batches(self, rank: int = 0, size: int = 1, first: int = 0) -> Iterator[list[tuple[Any, Any]]]:
+        """For each step from `first` on the micro-batches (x, y) of one rank's slice of the global batch."""
+        for x, y in data.batches(self.x, self.y, self.batch, range(first, self.steps), rank, size, self.options.seed):
             yield list(zip(np.array_split(x, self.k), np.array_split(y, self.k), strict=True))
 
     def accuracy(self, forward: Callable[[Any], mz.Tensor]) -> float:

@@ -6,6 +6,8 @@ from .comm import CollectiveError, Communicator
 from .data_parallel import DataParallel
 from .engine import Engine
 from .optim import SGD, Adam, Optimizer
+from .tensor_file import CheckpointError
+from .weights import load_weights, save_weights
 from .zero1 import Zero1
 from .zero2 import Zero2
 from .zero3 import Zero3
@@ -15,6 +17,7 @@ __version__ = "0.1.0"
 STAGES: tuple[type[Engine], ...] = (DataParallel, Zero1, Zero2, Zero3)
 
 __all__ = [
-    "SGD", "STAGES", "Adam", "CollectiveError", "Communicator", "DataParallel", "Engine", "Optimizer", "Tensor",
-    "Zero1", "Zero2", "Zero3", "functional", "nn", "no_grad", "ring",
+    "SGD", "STAGES", "Adam", "CheckpointError", "CollectiveError", "Communicator", "DataParallel", "Engine",
+    "Optimizer", "Tensor", "Zero1", "Zero2", "Zero3", "functional", "load_weights", "nn", "no_grad", "ring",
+    "save_weights",
 ]  # fmt: skip

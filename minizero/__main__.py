@@ -28,7 +28,8 @@ from threadpoolctl import threadpool_info
 
 from . import __version__, backend, plan_report, ring
 from .backend import xp
-from .comm import Communicator, launched_ranks
+from .comm import Communicator
+from .job import launched_ranks
 from .transport import FORCE, cuda_aware
 
 OK, ADVICE, BROKEN = "ok", "advice", "broken"

@@ -7,6 +7,7 @@ Their bytes are counted as `control`.
 
 from __future__ import annotations
 
+import mmap
 import zlib
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +36,7 @@ def exchange_facts(comm: Communicator, *facts: float) -> Table:
 def compare_models(engine: Engine) -> None:
     """Refuse models that are not the same on all ranks: training might go on with wrong numbers. Collective."""
     mine = [(p.name, p.shape, str(p.dtype), p.requires_grad) for p in engine.model.parameters()]
-    settings = {key: value for key, value in vars(engine.optimizer).items() if not key.startswith("_")}
-    names = f"{type(engine).__name__}, {type(engine.optimizer).__name__} {settings}"
+    names = f"{type(engine).__name__}, {type(engine.optimizer).__name__} {engine.optimizer.settings()}"
     facts = exchange_facts(engine.comm, zlib.crc32(f"{names} {mine}".encode()))
     others = np.flatnonzero(facts != facts[0]).tolist()
     if others:
@@ -45,6 +45,30 @@ def compare_models(engine: Engine) -> None:
             f"requires_grad of every parameter must be the same. Here on rank {engine.comm.rank}: {names}, "
             f"{len(mine)} parameters of {sum(unit.size for unit in engine.units)} elements"
         )
+
+
+def shares(engine: Engine) -> dict[Unit, tuple[slice, bool]]:
+    """What this rank keeps moments for: of each trained unit's vector a part, and whether everyone keeps all of it.
+
+    Collective. ValueError where a stage gives the ranks neither all to each, nor each to one.
+    """
+    trained = [unit for unit in engine.units if unit.trainable]
+    parts, counts = [], []
+    for unit in trained:
+        probe = np.frombuffer(mmap.mmap(-1, unit.length + 1), np.uint8, unit.length)  # addresses, and no memory:
+        mine = engine.mine(unit, probe)  # where in it the answer lies is all that is asked
+        first, step = mine.ctypes.data - probe.ctypes.data, mine.strides[0] if mine.size > 1 else 1
+        if step < 1:
+            raise ValueError(f"{type(engine).__name__}.mine gives the elements of {unit.name} in reverse order")
+        parts.append(slice(first, first + step * mine.size, step) if mine.size else slice(0, 0, 1))
+        counts.append(mine.size)
+    sizes = exchange_facts(engine.comm, *counts)
+    for unit, each in zip(trained, sizes.T, strict=True):
+        if each.sum() != unit.length and not (each == unit.length).all():
+            raise ValueError(f"{type(engine).__name__}.mine gives the ranks {each.tolist()} of the {unit.length} "
+                             f"elements of {unit.name}: neither all to each, nor each to one")  # fmt: skip
+    everywhere = (sizes == [unit.length for unit in trained]).all(axis=0).tolist()
+    return {unit: (part, all_) for unit, part, all_ in zip(trained, parts, everywhere, strict=True)}
 
 
 class Tally:

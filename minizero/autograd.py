@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from .backend import Array, dtype_of, to_host, working, xp
+from .frozen import Hold, freeze
 
 Operand: TypeAlias = Any  # a Tensor, an array of `xp` or NumPy, a number
 Share: TypeAlias = Callable[[Array], Array]  # gradient of the result -> gradient of one input
@@ -55,13 +56,15 @@ class Node:
     `parameters` are those among the inputs (or whose views are), frozen ones included.
     """
 
-    __slots__ = ("backward", "name", "number", "parameters", "targets")
+    __slots__ = ("backward", "hold", "name", "number", "parameters", "targets")
 
     def __init__(self, inputs: tuple[Tensor, ...], backward: Callable[[Array], Gradients], name: str) -> None:
         self.number = next(_numbers)
         self.targets = tuple((x.node or x) if x.requires_grad else None for x in inputs)
         self.parameters = tuple(dict.fromkeys(x.parameter for x in inputs if x.parameter is not None))
         self.backward: Callable[[Array], Gradients] | None = backward
+        others = (x for x in inputs if x.node is None and x.parameter is None)
+        self.hold: Hold | None = Hold(dict.fromkeys([*self.parameters, *others]))
         self.name = name
 
 
@@ -69,23 +72,34 @@ class Tensor:
     """An array, and how it was made.
 
     Args:
-        data: an array of `xp`, or anything `xp.asarray` takes. float32, float64, bfloat16, integers or bools.
+        data: an array, a Tensor, or anything else `xp.array` takes; its values are copied. float32, float64,
+            bfloat16, integers or bools.
         requires_grad: a leaf whose gradient `backward` adds to `grad` (floating dtypes only).
     """
 
     __array_ufunc__ = None  # `np.float64(2) * tensor` asks the Tensor, not NumPy
-    __slots__ = ("__weakref__", "_data", "grad", "node", "requires_grad")
+    __slots__ = ("__weakref__", "_data", "grad", "holders", "node", "requires_grad")
+    version = 0  # changes by an engine: see frozen.py
 
     def __init__(self, data: Any, requires_grad: bool = False) -> None:
-        data = data.data if isinstance(data, Tensor) else data
-        self._data: Array = data if isinstance(data, xp.ndarray) else xp.asarray(data)
+        self.requires_grad, self.holders = requires_grad, 0
+        self.grad: Array | None = None
+        self.node: Node | None = None
+        self._data: Array = xp.array(data.data if isinstance(data, Tensor) else data)
         if requires_grad and not is_floating(self._data.dtype):
             raise TypeError(f"only floating-point tensors can require gradients, this one is {self._data.dtype}")
         if requires_grad:
             dtype_of(self._data.dtype)
-        self.requires_grad = requires_grad
-        self.grad: Array | None = None
-        self.node: Node | None = None
+
+    @classmethod
+    def of(cls, array: Tensor | Array) -> Tensor:
+        """A Tensor of this very array, not of a copy; what is a Tensor already is returned."""
+        if isinstance(array, Tensor):
+            return array
+        self = Tensor.__new__(Tensor)
+        self._data = array if isinstance(array, xp.ndarray) else xp.asarray(array)
+        self.requires_grad, self.grad, self.node, self.holders = False, None, None, 0
+        return self
 
     @property
     def parameter(self) -> Tensor | None:
@@ -94,7 +108,7 @@ class Tensor:
 
     @property
     def data(self) -> Array:
-        """The array itself, not a copy."""
+        """The array itself, not a copy. Read-only as long as a backward may need it: see frozen.py."""
         return self._data
 
     def room(self) -> Array | None:
@@ -146,8 +160,8 @@ class Tensor:
         return bool(self.item())
 
     def detach(self) -> Tensor:
-        """A Tensor of the same array that remembers nothing."""
-        return Tensor(self.data)
+        """A Tensor of the same values that remembers nothing."""
+        return Tensor(self)
 
     def backward(self, gradient: Any = None) -> None:
         """Add to `grad` of each leaf that requires it. See `backward`."""
@@ -194,24 +208,6 @@ class Tensor:
         return self.transpose()
 
 
-class View(Tensor):
-    """A view of a parameter, such as `w.T`: it looks its base up at each use, and so never keeps it alive."""
-
-    __slots__ = ("_base", "_look")
-
-    def __init__(self, base: Tensor, look: Callable[[Array], Array]) -> None:
-        self._base, self._look = base, look
-        self.requires_grad, self.grad, self.node = False, None, None
-
-    @property
-    def parameter(self) -> Tensor | None:
-        return self._base.parameter
-
-    @property
-    def data(self) -> Array:
-        return self._look(self._base.data)
-
-
 def is_floating(dtype: Any) -> bool:
     return working(np.dtype(dtype)).kind == "f"
 
@@ -237,6 +233,8 @@ def record(result: Tensor, inputs: tuple[Tensor, ...], backward: Callable[[Array
     if _recording and any(x.requires_grad for x in inputs):
         result.requires_grad = True
         result.node = Node(inputs, backward, name)
+        if result.parameter is None:
+            freeze(result.data)
     return result
 
 
@@ -338,6 +336,9 @@ def _leaves(node: Node) -> list[Tensor]:
 def _run(node: Node, held: dict[Node | Tensor, Array]) -> None:
     """Run one node: its gradient is taken from `held`, those of its inputs are added there."""
     step, node.backward = node.backward, None  # the closure, and the arrays in it, go when this returns
+    if node.hold:
+        node.hold.check(node.name)
+    node.hold = None
     gradient = held.pop(node, None)
     if gradient is None or step is None:  # nothing that used its output had anything to say
         return

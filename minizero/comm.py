@@ -18,32 +18,30 @@ import atexit
 import copy
 import os
 import sys
-import threading
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, NoReturn
 
 import numpy as np
 
 from . import backend
 from .backend import Array, xp
+from .job import MEND, launched_ranks, local_rank
+from .job import MPI as MPI
 from .transport import FORCE, check_target, cuda_aware, message, transport
-from .transport import MPI as MPI
 
-OPERATIONS = ("exchange", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "control", "gather_parameters")
-DTYPES = ["other", *backend.DTYPES, "float16", "uint8", "uint16", "uint32", "uint64", "int32", "int64"]
-DTYPE_NUMBER = {np.dtype(name): i for i, name in enumerate(DTYPES) if i}
+OPERATIONS = (
+    "exchange", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "control", "gather_parameters", "checkpoint",
+)  # fmt: skip
+DTYPES = [
+    *backend.DTYPES, "float16", "float8_e4m3fn", "float8_e5m2", "complex64", "complex128", "bool",
+    "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+]  # fmt: skip
+DTYPE_NUMBER = {np.dtype(name): number for number, name in enumerate(DTYPES)}
 LEFT, FAILED, FIRST_TAG = 0, 1, 2  # tags on our communicators; from FIRST_TAG on: what is being done
-WORLD_LEFT, WORLD_HELLO = 32_767, 32_766  # tags on MPI's communicators: the largest that every MPI allows
 PAUSE = 50e-6  # seconds between two looks for a message, where there are more ranks than cores
-MEND = (
-    "put the bin directory of that MPI first on PATH (source .venv/bin/activate), or point MPI4PY_LIBMPI at the "
-    "launcher's libmpi.so; `python -m minizero doctor` shows both"
-)
 PATIENCE = 5.0  # seconds that a rank which failed waits for the news to come round
 
 _rings: list[MPI.Comm] = []  # our communicators: at exit, LEFT goes to the right neighbour in each ...
@@ -57,11 +55,12 @@ class CollectiveError(RuntimeError):
 class Communicator:
     """The ranks that train together, in a ring.
 
-    Collective: all ranks of `mpi` must make one.
+    Collective: all ranks of `mpi` must make one. Every rank of the job must import minizero, also one that trains
+    nothing: at exit, all wait for all.
 
     Args:
-        mpi: an mpi4py communicator; MPI.COMM_WORLD where it is left out. A duplicate is used, so that other
-            messages of yours cannot be mistaken for ours.
+        mpi: an mpi4py communicator; MPI.COMM_WORLD where it is left out. A duplicate is used, so that
+            messages of yours and ours cannot be mistaken for each other.
 
     Attributes:
         rank, size: this rank's number in the ring, and N, the number of ranks.
@@ -72,15 +71,14 @@ class Communicator:
 
     def __init__(self, mpi: MPI.Comm | None = None) -> None:
         self._check_launcher()
-        parent = MPI.COMM_WORLD if mpi is None else mpi
-        self._meet(parent)
-        node = parent.Split_type(MPI.COMM_TYPE_SHARED)
+        ours = self._meet(MPI.COMM_WORLD if mpi is None else mpi)
+        node = ours.Split_type(MPI.COMM_TYPE_SHARED)
         self.local_rank, self.local_size = node.rank, node.size
         node.Free()
         self.device = backend.device
         self._crowded = self.local_size > (os.cpu_count() or 1)  # more ranks than cores
         self._transport = transport(self._crowded)
-        self._own(parent.Dup())
+        self._own(ours)
 
     def _own(self, mpi: MPI.Comm) -> None:
         self.mpi, self.rank, self.size = mpi, mpi.rank, mpi.size
@@ -117,15 +115,18 @@ class Communicator:
         """
         if self._broken:
             raise CollectiveError(self._broken)
+        tag = self._tag + number_of(send.dtype)
         outgoing, incoming = message(send, self._operation), message(recv, self._operation)
         check_target(outgoing, incoming, self._operation)
-        tag, largest = self._tag + DTYPE_NUMBER.get(send.dtype, 0), max(outgoing.size, incoming.size)
+        piece, largest = self._transport.largest, max(outgoing.size, incoming.size)
+        if largest >= piece and outgoing.size != incoming.size:
+            raise ValueError(f"{self._operation}: {outgoing.size} bytes to send, {incoming.size} to receive: "
+                             f"from {piece} bytes on, both must be the same")  # fmt: skip
         self.traffic[self._operation] += outgoing.size
-        piece = self._transport.largest
-        if largest <= piece:
+        if largest < piece:
             self._swap(outgoing, incoming, tag)
-        else:
-            for at in range(0, largest, piece):
+        else:  # in pieces; one that is shorter, maybe empty, is the last: ranks that differ by whole pieces notice
+            for at in range(0, largest + 1, piece):
                 self._swap(outgoing[at : at + piece], incoming[at : at + piece], tag)
 
     def _swap(self, outgoing: Array, incoming: Array, tag: int) -> None:
@@ -191,7 +192,7 @@ class Communicator:
         rest, dtype = divmod(tag - FIRST_TAG, len(DTYPES))
         unit, operation = divmod(rest, len(OPERATIONS))
         name = self._names[unit - 1] if 0 < unit <= len(self._names) else f"unit {unit - 1}"
-        return OPERATIONS[operation] + (f" of {name}" if unit else "") + (f" ({DTYPES[dtype]})" if dtype else "")
+        return OPERATIONS[operation] + (f" of {name}" if unit else "") + f" ({DTYPES[dtype]})"
 
     def _disagree(self, departure: MPI.Request, mine: int, wanted: int, status: MPI.Status) -> NoReturn:
         """Raise for a message that is not the expected one, after telling the right neighbour."""
@@ -217,16 +218,15 @@ class Communicator:
         raise CollectiveError(self._broken)
 
     @staticmethod
-    def _meet(mpi: MPI.Comm) -> None:
-        """Wait for all others before a collective call of MPI, which would wait for ever for one that has ended."""
-        hellos = [mpi.Isend([b"", MPI.BYTE], rank, WORLD_HELLO) for rank in range(mpi.size)]
-        for rank, number in enumerate(mpi.group.Translate_ranks(None, MPI.COMM_WORLD.group)):
-            while not mpi.Iprobe(rank, WORLD_HELLO):
-                if MPI.COMM_WORLD.Iprobe(number, WORLD_LEFT):
+    def _meet(mpi: MPI.Comm) -> MPI.Comm:
+        """A duplicate of `mpi`, for which all its ranks must come here. Raises where one of them has ended."""
+        ours, made = mpi.Idup()
+        while not made.Test():
+            for number in mpi.group.Translate_ranks(None, MPI.COMM_WORLD.group) if _opened.Test() else ():
+                if _hall.Iprobe(number, LEFT):
                     raise CollectiveError(f"rank {number} ended its program before it made its Communicator")
-                time.sleep(0.0005)
-            mpi.Recv([bytearray(0), MPI.BYTE], rank, WORLD_HELLO)
-        MPI.Request.Waitall(hellos)
+            time.sleep(0.0005)
+        return ours
 
     @staticmethod
     def _check_launcher() -> None:
@@ -240,10 +240,12 @@ class Communicator:
             )
 
 
-def launched_ranks() -> int:
-    """How many processes the launcher says it has started, by its environment variables; 1 if it says nothing."""
-    variables = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
-    return max((int(os.environ[name]) for name in variables if os.environ.get(name, "").isdigit()), default=1)
+def number_of(dtype: np.dtype[Any]) -> int:
+    """What stands for `dtype` in a tag. Raises TypeError for what ranks do not send."""
+    number = DTYPE_NUMBER.get(dtype)
+    if number is None:
+        raise TypeError(f"arrays of dtype {dtype} are not sent between ranks, only of {', '.join(DTYPES)}")
+    return number
 
 
 def _drain(mpi: MPI.Comm) -> int:
@@ -260,49 +262,26 @@ def _drain(mpi: MPI.Comm) -> int:
 
 def _farewell() -> None:
     """At exit: say LEFT to whoever may wait for this rank, and stay until all that may say it have done so."""
-    world = MPI.COMM_WORLD
     if MPI.Is_finalized():
         return
-    others = set(range(world.size)) - {world.rank}
-    said = [world.Isend([b"", MPI.BYTE], rank, WORLD_LEFT) for rank in others]
+    while not _opened.Test():  # until every rank has imported this file
+        time.sleep(0.001)
+    others = set(range(_hall.size)) - {_hall.rank}
+    said = [_hall.Isend([b"", MPI.BYTE], rank, LEFT) for rank in others]
     said += [mpi.Isend([b"", MPI.BYTE], (mpi.rank + 1) % mpi.size, LEFT) for mpi in _rings]
     while others or _awaited or not MPI.Request.Testall(said):
         for mpi in list(_awaited):
             _drain(mpi)
         for rank in list(others):
-            if world.Iprobe(rank, WORLD_LEFT):
-                world.Recv([bytearray(0), MPI.BYTE], rank, WORLD_LEFT)
+            if _hall.Iprobe(rank, LEFT):
+                _hall.Recv([bytearray(0), MPI.BYTE], rank, LEFT)
                 others.remove(rank)
         time.sleep(0.001)
 
 
-def abort(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
-    """Print the traceback, each line with this rank's number, and end the whole job."""
-    if kind is SystemExit:  # which ends a thread, and nothing else
-        return
-    world = MPI.COMM_WORLD
-    lines = "".join(traceback.format_exception(kind, error, trace)).splitlines()
-    sys.stdout.flush()
-    sys.stderr.write("".join(f"[rank {world.rank}/{world.size}] {line}\n" for line in lines))  # at once: nobody cuts in
-    sys.stderr.flush()
-    time.sleep(0.2)  # launchers end the job at once: let them first pass on what was written
-    world.Abort(1)
-    os._exit(1)  # where Abort returns, we would say LEFT before the launcher has ended us
-
-
-def _initialise() -> None:
-    """Start MPI. Under Open MPI's launcher another library would end in its own words: say it in ours."""
-    library = MPI.Get_library_version()
-    if "OMPI_COMM_WORLD_SIZE" in os.environ and "Open MPI" not in library and "PMI_SIZE" not in os.environ:
-        raise RuntimeError(f"mpirun is Open MPI's, but mpi4py loaded {library.splitlines()[0].strip()}: {MEND}")
-    MPI.Init_thread()
-
-
 def _take_device() -> None:
-    """Take this rank's GPU, and say once where messages cannot go straight from one to the next. Collective."""
-    node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
-    backend.use_device(node.rank)
-    node.Free()
+    """Take this rank's GPU, and say once where messages cannot go straight from one to the next."""
+    backend.use_device(local_rank())
     direct, why = cuda_aware()
     if not (direct or os.environ.get(FORCE) or MPI.COMM_WORLD.rank) and MPI.COMM_WORLD.size > 1:
         sys.stderr.write(
@@ -311,11 +290,10 @@ def _take_device() -> None:
         )
 
 
-if not MPI.Is_initialized():
-    _initialise()
 if backend.name == "cupy":  # before anybody can allocate an array
     _take_device()
+_hall, _opened = MPI.COMM_WORLD.Idup()  # ours alone: a message of ours must not answer a receive of the user's
 if MPI.COMM_WORLD.size > 1:
-    sys.excepthook = abort
-    threading.excepthook = lambda args: abort(*args[:3])
     atexit.register(_farewell)
+else:
+    _opened.Wait()

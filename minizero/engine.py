@@ -23,16 +23,18 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from . import autograd, ring
-from .agreement import Tally, compare_models, exchange_facts, refuse_bad_numbers
+from . import autograd, checkpoint, ring
+from .agreement import Tally, compare_models, exchange_facts, refuse_bad_numbers, shares
 from .autograd import Tensor
 from .backend import Array, to_host, xp
 from .comm import MPI, Communicator
 from .flat import Unit, units_of
+from .listener import Listener
 from .nn import Module, Noise
 from .optim import Optimizer, all_finite, divide, square_sums
 
@@ -110,9 +112,14 @@ class Engine:
 
     def __call__(self, *inputs: Any) -> Tensor:
         """The model's forward. Under ZeRO-3 collective: every rank must run the same units in the same order."""
+        rows, call = self._tally.rows, self.noise.call
         if autograd.recording():
-            self._tally.rows.append(math.prod(getattr(inputs[0], "shape", ())[:1]) if inputs else 1)
-        return self.model(*inputs)
+            self._tally.rows = [*rows, math.prod(getattr(inputs[0], "shape", ())[:1]) if inputs else 1]
+        try:
+            return self.model(*inputs)
+        except BaseException:  # as if it had not been: what is drawn next does not depend on it
+            self._tally.rows, self.noise.call = rows, call
+            raise
 
     def backward(self, loss: Tensor, gradient: Any = None, examples: int | None = None) -> None:
         """Add this batch's gradients, summed over all ranks, to what is held. Collective.
@@ -136,22 +143,15 @@ class Engine:
         weight = self._tally.add(examples)
         if gradient is None:
             gradient = xp.full(loss.shape, weight, dtype=np.float64) if loss.size == 1 else None
-        self._todo = list(self._trained)
-        self._pending: dict[Unit, int] = {}
-        self._gathered: set[Unit] = set()
-        for unit in self._trained:
-            unit.collecting = True
+        listener = Listener(self)
         try:
-            autograd.backward(loss, gradient, _Listener(self))
-            self._reduce_finished()
+            autograd.backward(loss, gradient, listener)
+            listener.reduce_finished()
         except BaseException:
             self.zero_grad()  # what was collected is no longer anyone's mean
             raise
         finally:
-            for unit in self._trained:
-                unit.collecting = False
-            while self._gathered:
-                self.release(self._gathered.pop())
+            listener.close()
         self._micro_batch += 1
         self.noise.at(self.steps, self._micro_batch)
 
@@ -164,6 +164,18 @@ class Engine:
         self._average()
         if self._bad:
             refuse_bad_numbers(self.comm, self._trained, self.steps + 1)
+        self.make_states()
+        for unit in self._trained:
+            weights, gradient = self.mine(unit, unit.weights), self.mine(unit, unit.gradient)
+            self.optimizer.update(self.steps + 1, weights, gradient, unit.state or {})
+            unit.version += 1
+            with self._on(unit):
+                self.publish(unit)
+        self.steps += 1
+        self.zero_grad()
+
+    def make_states(self) -> None:
+        """Give each trained unit the optimizer's state, where it has none yet; out of memory, none keeps a new one."""
         fresh = [unit for unit in self._trained if unit.state is None]
         try:
             for unit in fresh:
@@ -172,13 +184,6 @@ class Engine:
             for unit in fresh:
                 unit.state = None
             raise
-        for unit in self._trained:
-            weights, gradient = self.mine(unit, unit.weights), self.mine(unit, unit.gradient)
-            self.optimizer.update(self.steps + 1, weights, gradient, unit.state or {})
-            with self._on(unit):
-                self.publish(unit)
-        self.steps += 1
-        self.zero_grad()
 
     def zero_grad(self) -> None:
         """Forget all gradients since the last step, as if `backward` had not been called."""
@@ -234,25 +239,47 @@ class Engine:
         """The optimizer's state of each trained parameter, by name and then by the state's name, like
         `gather_parameters`. Empty before the first step. Collective."""
         found: dict[str, dict[str, np.ndarray[Any, Any]]] = {}
-        sizes = exchange_facts(
-            self.comm, *(self.mine(unit, np.empty(unit.length, bool)).size for unit in self._trained)
-        )
-        for unit, counts in zip(self._trained, sizes.T, strict=True):
-            everywhere = bool((counts == unit.length).all())
-            if not everywhere and counts.sum() != unit.length:
-                raise ValueError(f"{type(self).__name__}.mine gives the ranks {counts.tolist()} of the {unit.length} "
-                                 f"elements of {unit.name}: neither all to each, nor each to one")  # fmt: skip
+        for unit, (part, everywhere) in shares(self).items():
             for key, vector in (unit.state or {}).items():
                 whole = xp.zeros(unit.length, vector.dtype)
-                self.mine(unit, whole)[:] = vector
+                whole[part] = vector
                 if not everywhere:
                     with self.comm.label("gather_parameters"), self._on(unit):
                         ring.all_reduce(self.comm, ring.bits(whole))
-                for parameter, part in unit.split(whole):
-                    found.setdefault(parameter.name, {})[key] = np.array(to_host(part))
+                for parameter, piece in unit.split(whole):
+                    found.setdefault(parameter.name, {})[key] = np.array(to_host(piece))
         return found
 
-    # How units become whole and finish.
+    # Saving and going on.
+
+    def save(self, path: str | Path, extra: Any = None, keep_last: int | None = None) -> Path:
+        """Save weights, moments and settings in a new directory `path`/step-N, and return that. Collective.
+
+        The files do not depend on stage and number of ranks. Each rank writes its own part; nothing is gathered.
+
+        Args:
+            path: a directory that all ranks see, for the checkpoints of one training.
+            extra: what else that needs to go on, such as its place in the data: what JSON can hold, the same on
+                every rank. (Tuples come back as lists, keys as strings, NumPy's numbers as Python's.)
+            keep_last: remove all but this many checkpoints in `path`, the oldest first.
+
+        Raises RuntimeError between `backward` and `step`; CheckpointError, on every rank, where the files cannot be
+        written: the checkpoints before are then as they were.
+        """
+        with self.comm.label("checkpoint"):
+            return checkpoint.save(self, path, extra, keep_last)
+
+    def load(self, path: str | Path) -> Any:
+        """Go on where the checkpoint `path`, or the latest one in it, was saved; return its `extra`. Collective.
+
+        Any stage on any number of ranks loads what any other saved. Weights, moments, steps, seed and the
+        optimizer's settings (lr too) become those of the checkpoint; gradients are forgotten.
+        Raises CheckpointError, on every rank, for files that are damaged or of another model; nothing has changed then.
+        """
+        with self.comm.label("checkpoint"):
+            return checkpoint.load(self, path)
+
+    # How units become whole.
 
     def _on(self, unit: Unit) -> Any:
         return self.comm.label(unit=unit.index, names=self._names)
@@ -269,19 +296,6 @@ class Engine:
         finally:
             for unit in absent:
                 self.release(unit)
-
-    def _reduce_finished(self) -> None:
-        """Reduce each unit whose turn has come: the last one first, and none before it has finished."""
-        while self._todo and not self._pending.get(self._todo[-1]):
-            unit = self._todo.pop()
-            if self._syncing:
-                with self._on(unit):
-                    kept = self.reduce(unit, unit.take_local())
-                if kept is None:
-                    raise TypeError(
-                        f"{type(self).__name__}.reduce returned nothing for {unit.name}: return what to keep"
-                    )
-                unit.keep(kept)
 
     def _forget(self) -> None:
         self._tally = Tally()
@@ -308,43 +322,3 @@ class Engine:
         The norm is *defined* on the chunks, in every stage: that way its bits do not depend on who holds what.
         """
         return exchange_facts(self.comm, *square_sums([part for unit in self._trained for part in unit.own_parts()]))
-
-
-class _Listener(autograd.Watcher):
-    """Hears of parameters as backward goes, for one engine. Frozen ones of other models may take part."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-
-    def reached(self, parameters: list[Tensor]) -> None:
-        engine = self.engine
-        for parameter in parameters:
-            unit = engine._unit_of.get(parameter)
-            if unit is not None:
-                engine._pending[unit] = engine._pending.get(unit, 0) + 1
-            elif parameter.requires_grad:
-                raise RuntimeError(f"backward came across {parameter!r}, which is not part of the wrapped model: "
-                                   "keep all modules in its attributes, lists or dicts, before wrapping")  # fmt: skip
-        engine._reduce_finished()
-
-    def needed(self, parameter: Tensor) -> None:
-        unit = self.engine._unit_of.get(parameter)
-        if unit is not None and not unit.whole:
-            self.engine._gathered.add(unit)
-            with self.engine._on(unit):
-                self.engine.gather(unit)
-
-    def ran(self) -> None:
-        self.engine._reduce_finished()
-
-    def finished(self, leaf: Tensor, gradient: Array | None) -> None:
-        engine, unit = self.engine, self.engine._unit_of.get(leaf)
-        if unit is None:
-            super().finished(leaf, gradient)
-            return
-        if gradient is not None:
-            unit.collect(leaf, gradient)  # type: ignore[arg-type]  # a unit's leaves are Parameters
-        engine._pending[unit] -= 1
-        if not engine._pending[unit] and unit in engine._gathered:
-            engine._gathered.remove(unit)
-            engine.release(unit)

@@ -32,6 +32,7 @@ class Unit:
         gradient: what this rank keeps of the sum over ranks: the whole vector or a chunk; None: nothing.
         local: this rank's own whole gradient, as long as it is not reduced; None: nothing.
         state: the optimizer's state for the elements that this rank updates; None before the first step.
+        version: how often the weights were changed by an engine.
         collecting: is an engine's backward running, so that gradients are wanted here?
     """
 
@@ -50,6 +51,7 @@ class Unit:
         self.gradient: Array | None = None
         self.local: Array | None = None
         self.state: State | None = None
+        self.version = 0
         self.collecting = False
         self._vector: Array | None = None  # what the parameters are views of
         self._filled: set[Parameter] = set()  # the parameters that `local` has gradients of

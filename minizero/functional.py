@@ -18,8 +18,20 @@ import numpy as np
 
 from .autograd import Axis, Operand, Share, Tensor
 from .backend import Array, dtype_of, largest, working, xp
-from .operation import compute, integers, made, operands, operation, rows_of, scatter_add, seen, spread, tensor, value
-from .operation import within as within
+from .operation import (
+    compute,
+    integers,
+    made,
+    operands,
+    operation,
+    rows_of,
+    scatter_add,
+    seen,
+    spread,
+    tensor,
+    value,
+    within,
+)
 
 
 @operation
@@ -157,7 +169,7 @@ def index(x: Operand, key: Any) -> Tensor:
     x = tensor(x)
     shape, size = x.shape, x.size
     parts = [k.data if isinstance(k, Tensor) else k for k in (key if isinstance(key, tuple) else (key,))]
-    at = tuple(xp.asarray(k) if isinstance(k, (list, np.ndarray)) else k for k in parts)
+    at = tuple(Tensor(k).data if isinstance(k, (list, np.ndarray, xp.ndarray)) else k for k in parts)
 
     def share(g: Array) -> Array:
         full = xp.zeros(shape, g.dtype)
@@ -194,7 +206,7 @@ def concatenate(tensors: Sequence[Operand], axis: int = 0) -> Tensor:
 def where(condition: Operand, x: Operand, y: Operand) -> Tensor:
     """x where the condition holds, else y; broadcast. What is not taken has gradient 0, even if it is nan."""
     (x, y), dtype = operands("where", x, y)
-    on, zero = tensor(condition).data.astype(bool, copy=False), xp.zeros((), dtype)
+    on, zero = Tensor(condition).data.astype(bool, copy=False), xp.zeros((), dtype)
     result = compute(f"where, condition {on.shape}", lambda a, b: xp.where(on, a, b), x, y, dtype)
     return made("where", result, (x, lambda g: xp.where(on, g, zero)), (y, lambda g: xp.where(on, zero, g)))
 
@@ -264,7 +276,7 @@ def dropout(x: Operand, p: float, generator: np.random.Generator | None) -> Tens
         raise ValueError(f"dropout: p must lie in [0, 1), not {p}")
     if generator is None or p == 0:
         return tensor(x)
-    (x,), dtype = operands("dropout", x)
+    (x,), dtype, p = *operands("dropout", x), float(p)  # a NumPy float64 would make float64 of x
     factor = xp.asarray(generator.random(x.shape, dtype="float32") >= p).astype(dtype) / (1 - p)
     return made("dropout", value(x, dtype) * factor, (x, lambda g: g * factor))
 
@@ -315,8 +327,7 @@ def embedding(weight: Operand, tokens: Operand) -> Tensor:
     weight = tensor(weight)
     if weight.ndim != 2:
         raise ValueError(f"embedding: the weight must be (rows, width), this one has shape {weight.shape}")
-    ids = integers("embedding", "tokens", tokens)
-    ids, one = within("embedding", "tokens", ids, weight.shape[0], working(weight.dtype))
+    ids, one = within("embedding", "tokens", tokens, weight.shape[0], working(weight.dtype))
     return index(weight, ids) if one is None else mul(index(weight, ids), one[..., None])
 
 
@@ -327,7 +338,7 @@ def cross_entropy(logits: Operand, targets: Operand) -> Tensor:
     shape, targets = logits.shape, integers("cross_entropy", "targets", targets)
     if not shape or not shape[-1] or targets.shape != shape[:-1]:
         raise ValueError(f"cross_entropy: targets {targets.shape} do not fit logits {shape}, (..., classes)")
-    column, one = within("cross_entropy", "targets", targets.reshape(-1), shape[-1], dtype)
+    column, one = within("cross_entropy", "targets", targets.reshape(-1).copy(), shape[-1], dtype)
     y, row, count = rows_of(value(logits, dtype)), xp.arange(column.size), column.size or 1
     y = y - largest(y, -1, keepdims=True)
     chosen = y[row, column] if one is None else y[row, column] * one
@@ -346,8 +357,8 @@ def cross_entropy(logits: Operand, targets: Operand) -> Tensor:
 
 @operation
 def mse_loss(prediction: Operand, target: Operand) -> Tensor:
-    """Mean of the squared differences, of equal shapes."""
+    """Mean of the squared differences, of equal shapes; 0 if empty."""
     prediction, target = tensor(prediction), tensor(target)
     if prediction.shape != target.shape:
         raise ValueError(f"mse_loss: shapes {prediction.shape} and {target.shape} differ")
-    return mean(pow(sub(prediction, target), 2))
+    return (mean if prediction.size else sum)(pow(sub(prediction, target), 2))

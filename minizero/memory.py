@@ -28,12 +28,13 @@ from typing import Any
 from . import allocator, optim, plan
 from .autograd import Node, Tensor, backward, nodes_behind
 from .backend import Array
-from .comm import MPI, Communicator, abort
+from .comm import MPI, Communicator
 from .diagnosis import Diagnosis as Diagnosis
 from .diagnosis import OutOfMemory as OutOfMemory
 from .diagnosis import diagnose as diagnose
 from .engine import Engine
 from .flat import Unit
+from .job import abort
 from .parameter import Parameter
 from .source import HERE, OPERATIONS, term_of
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -111,7 +112,11 @@ class Module:
 
     def name_parameters(self) -> None:
         """Tell each parameter its path, and each module that the model's values exist or will be given."""
-        for path, parameter in self.named_parameters():
+        named = list(self.named_parameters())
+        twice = [path for path, times in Counter(path for path, _ in named).items() if times > 1]
+        if twice:
+            raise ValueError(f"two parameters are called {twice[0]}: rename an attribute, or a key of a dict")
+        for path, parameter in named:
             parameter.name = path
         for _, module in self.named_modules():
             module._materialised = True

@@ -20,8 +20,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from .autograd import Axis, Operand, Share, Tensor, View, is_floating, operations, record
+from .autograd import Axis, Operand, Share, Tensor, is_floating, operations, record, recording
 from .backend import DTYPES, Array, add_rows, known, working, xp
+from .parameter import View
 
 Operation = TypeVar("Operation", bound=Callable[..., Tensor])
 
@@ -32,7 +33,8 @@ def operation(function: Operation) -> Operation:
 
 
 def tensor(x: Operand) -> Tensor:
-    return x if isinstance(x, Tensor) else Tensor(x)
+    """`x` as a Tensor; of an array a copy, if it may have to be remembered."""
+    return Tensor(x) if recording() and not isinstance(x, Tensor) else Tensor.of(x)
 
 
 def operands(name: str, *given: Operand) -> tuple[list[Tensor], np.dtype[Any]]:
@@ -83,13 +85,15 @@ def made(name: str, result: Array | Tensor, *inputs: tuple[Tensor, Share]) -> Te
     def backward(gradient: Array) -> tuple[Array | None, ...]:
         return tuple(way and unbroadcast(way[0](gradient), way[1]) for way in ways)
 
-    return record(tensor(result), tuple(x for x, _ in inputs), backward, name)
+    return record(Tensor.of(result), tuple(x for x, _ in inputs), backward, name)
 
 
 def seen(name: str, x: Tensor, look: Callable[[Array], Array], share: Share) -> Tensor:
     """`look(x)`, which copies nothing: of a parameter, a View that looks again at each use."""
     now = look(x.data)
-    return made(name, Tensor(now) if x.parameter is None else View(x, look), (x, share))
+    if x.node is None and x.parameter is None and not (x.requires_grad and recording()):
+        now = now.copy()  # either may be used and frozen: it must not change through the other
+    return made(name, Tensor.of(now) if x.parameter is None else View(x, look), (x, share))
 
 
 def scatter_add(rows: int, ids: Array, source: Array) -> Array:
@@ -140,12 +144,13 @@ def integers(name: str, what: str, given: Operand) -> Array:
     return ids
 
 
-def within(name: str, what: str, ids: Array, count: int, dtype: Any) -> tuple[Array, Array | None]:
-    """`ids` as an array of `xp`, all in [0, count).
+def within(name: str, what: str, given: Operand, count: int, dtype: Any) -> tuple[Array, Array | None]:
+    """`given` as an array of `xp`, all in [0, count): maybe the caller's own.
 
     On a GPU they are not looked at here, as that would mean to wait for it. They come with an array of 1, or NaN where
     they lie elsewhere: what is taken there, and its gradient, must be multiplied by it, so that `step` refuses it.
     """
+    ids = integers(name, what, given)
     if not isinstance(ids, np.ndarray):
         ids = ids.astype("int64", copy=False)
         return ids, xp.where((ids >= 0) & (ids < count), 1.0, math.nan).astype(dtype)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -23,15 +24,16 @@ State = dict[str, Array]  # what an optimizer keeps for one vector, by the names
 
 
 class Scratch:
-    """Arrays of a block that are used again and again: `scratch(key, count, dtype)`."""
+    """Arrays of a block that are used again and again, by one thread: `scratch(key, count, dtype)`."""
 
     def __init__(self) -> None:
-        self.arrays: dict[tuple[str, np.dtype[Any]], Array] = {}
+        self.arrays: dict[tuple[str, np.dtype[Any], int], Array] = {}
 
     def __call__(self, key: str, count: int, dtype: np.dtype[Any]) -> Array:
-        if (key, dtype) not in self.arrays or self.arrays[key, dtype].size < count:
-            self.arrays[key, dtype] = xp.empty(max(BLOCK, count), dtype)
-        return self.arrays[key, dtype][:count]
+        which = key, dtype, get_ident()
+        if which not in self.arrays or self.arrays[which].size < count:
+            self.arrays[which] = xp.empty(max(BLOCK, count), dtype)
+        return self.arrays[which][:count]
 
 
 def block_size(size: int) -> int:
@@ -63,7 +65,7 @@ def add(target: Array, source: Array) -> None:
 
 def divide(target: Array, divisor: float) -> None:
     """target /= divisor, for a vector (n,); bfloat16 is divided in float32 and rounded once."""
-    wide = working(target.dtype)
+    wide, divisor = working(target.dtype), float(divisor)  # a NumPy float64 would compute in float64
     if target.dtype == wide:
         target /= divisor
         return
@@ -124,6 +126,10 @@ class Optimizer:
         if not all(0 <= value < below for value in values):
             raise ValueError(f"{type(self).__name__}: {what} must be at least 0 and less than {below}, not {values}")
 
+    def settings(self) -> dict[str, Any]:
+        """All that was chosen: lr, master, and what a subclass adds."""
+        return {key: value for key, value in vars(self).items() if not key.startswith("_")}
+
     def init(self, weights: Array) -> State:
         """Fresh state for `weights`, (n,): moments and master copy of n elements, float32 for 16-bit weights."""
         wide = working(weights.dtype)
@@ -175,7 +181,7 @@ class SGD(Optimizer):
         self.moments = ("momentum_buffer",) if momentum else ()
 
     def formula(self, step: int) -> Callable[[Array, Array, list[Array], Array], None]:
-        lr, momentum = self.lr, self.momentum
+        lr, momentum = float(self.lr), float(self.momentum)  # a NumPy float64 would compute in float64
 
         def update(w: Array, g: Array, moments: list[Array], a: Array) -> None:
             for v in moments:
@@ -217,10 +223,10 @@ class Adam(Optimizer):
         self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
 
     def formula(self, step: int) -> Callable[[Array, Array, list[Array], Array], None]:
-        beta1, beta2 = self.betas
-        decay = 1 - self.lr * self.weight_decay
+        beta1, beta2, lr = *map(float, self.betas), float(self.lr)  # a NumPy float64 would compute in float64
+        decay = 1 - lr * float(self.weight_decay)
         root = math.sqrt(1 - beta2**step)
-        rate, floor = self.lr * root / (1 - beta1**step), self.eps * root
+        rate, floor = lr * root / (1 - beta1**step), float(self.eps) * root
 
         def update(w: Array, g: Array, moments: list[Array], a: Array) -> None:
             m, v = moments

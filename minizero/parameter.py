@@ -15,6 +15,7 @@ import numpy as np
 
 from .autograd import Tensor
 from .backend import Array, dtype_of, xp
+from .frozen import freeze
 
 Init = Callable[[np.random.Generator, int], np.ndarray[Any, Any]]  # (generator, count) -> count float32 values
 DRAW_BLOCK = 16_384  # elements drawn at once: drawing needs no second copy of the parameter
@@ -50,7 +51,7 @@ class Parameter(Tensor):
     def __init__(self, shape: Sequence[int], init: Init, dtype: Any = "float32", requires_grad: bool = True) -> None:
         self._shape, self._dtype, self.init = tuple(shape), dtype_of(dtype), init
         self._data: Array = None
-        self.requires_grad, self.grad, self.node = requires_grad, None, None
+        self.requires_grad, self.grad, self.node, self.holders = requires_grad, None, None, 0
         self.name = ""  # its path in the model, known once that is drawn
         self.unit: Any = None  # the flat.Unit that it is a view of, in a model with an engine
 
@@ -80,12 +81,18 @@ class Parameter(Tensor):
     def __repr__(self) -> str:
         return super().__repr__() if self._data is not None else f"Parameter({self.name!r}, {self.shape}, not here now)"
 
+    @property
+    def version(self) -> int:  # type: ignore[override]
+        return self.unit.version if self.unit else 0
+
     def room(self) -> Array | None:
         return self.unit.room(self) if self.unit else None
 
     def bind(self, array: Array | None) -> None:
         """From now on, `data` is `array`, of the parameter's shape and dtype; None: there is no data."""
         self._data = array
+        if self.holders:
+            freeze(array)
 
     def fill(self, flat: Array, seed: int) -> None:
         """Write the parameter's values into `flat`, one axis of `size` elements: those it has, or fresh ones."""
@@ -96,3 +103,21 @@ class Parameter(Tensor):
         for start in range(0, self.size, DRAW_BLOCK):
             block = flat[start : start + DRAW_BLOCK]
             block[:] = xp.asarray(self.init(generator, block.size))
+
+
+class View(Tensor):
+    """A view of a parameter, such as `w.T`: it looks its base up at each use, and so never keeps it alive."""
+
+    __slots__ = ("_base", "_look")
+
+    def __init__(self, base: Tensor, look: Callable[[Array], Array]) -> None:
+        self._base, self._look = base, look
+        self.requires_grad, self.grad, self.node, self.holders = False, None, None, 0
+
+    @property
+    def parameter(self) -> Tensor | None:
+        return self._base.parameter
+
+    @property
+    def data(self) -> Array:
+        return self._look(self._base.data)

@@ -20,17 +20,27 @@ from __future__ import annotations
 
 import numpy as np
 
-from .backend import Array
-from .comm import Communicator
+from . import backend
+from .backend import Array, xp
+from .comm import Communicator, number_of
 from .optim import add
 
+ADDED = (xp.ndarray, np.memmap) if backend.ON_HOST else (xp.ndarray,)  # a masked array, say, adds in its own way
+MOVED = (*ADDED, np.ndarray)  # also where the others live on a GPU: facts that ranks exchange are numbers of the host
 
-def chunks(vector: Array, n: int) -> list[Array]:
-    """The n equal chunks of a vector, as views. Raises ValueError where they cannot be equal."""
+
+def chunks(vector: Array, n: int, kinds: tuple[type, ...] = ADDED) -> list[Array]:
+    """The n equal chunks of a vector, as views. Raises ValueError where it is not contiguous or they are not equal."""
+    if type(vector) not in kinds:
+        kind = f"{type(vector).__module__.split('.')[0]}.{type(vector).__name__}"
+        raise TypeError(f"a ring needs an array of {backend.name}, not {kind}")
     if vector.ndim != 1 or vector.size % n:
         raise ValueError(
             f"a ring of {n} ranks needs a vector of a multiple of {n} elements, got shape {vector.shape}: pad it"
         )
+    number_of(vector.dtype)  # which refuses what is not sent
+    if not vector.flags.c_contiguous:
+        raise ValueError("a ring needs a vector that is contiguous: pass numpy.ascontiguousarray(...) of it")
     length = vector.size // n
     return [vector[i * length : (i + 1) * length] for i in range(n)]
 
@@ -56,7 +66,7 @@ def all_gather(comm: Communicator, vector: Array) -> Array:
 
     Collective. `vector` (N * length,) is contiguous, of the same size and dtype on every rank. In place; returns it.
     """
-    chunk = chunks(vector, comm.size)
+    chunk = chunks(vector, comm.size, MOVED)
     with comm.label("all_gather"):
         for step in range(comm.size - 1):
             comm.exchange(chunk[(comm.rank - step) % comm.size], chunk[(comm.rank - 1 - step) % comm.size])
@@ -75,6 +85,7 @@ def broadcast(comm: Communicator, vector: Array) -> Array:
 
     An all-reduce in which all others contribute zero. Adding integers, since those have no -0.0 and no rounding.
     """
+    chunks(vector, comm.size)  # which refuses what cannot go round, before it is overwritten
     if comm.rank > 0:
         bits(vector)[:] = 0
     with comm.label("broadcast"):
@@ -83,5 +94,5 @@ def broadcast(comm: Communicator, vector: Array) -> Array:
 
 
 def bits(vector: Array) -> Array:
-    """The same memory as unsigned integers."""
-    return vector.view(np.dtype(f"uint{8 * vector.dtype.itemsize}"))
+    """The same memory as unsigned integers (two for each complex128)."""
+    return vector.view(np.dtype(f"uint{8 * min(vector.dtype.itemsize, 8)}"))

@@ -116,7 +116,8 @@ def mlp(sizes: Sequence[int], batch: int) -> Sizes:
     for i, (inputs, outputs) in enumerate(itertools.pairwise(sizes)):
         units.append(UnitSize(f"layers.{i}", (inputs * outputs, outputs)))
         x, y = FLOAT * batch * inputs, FLOAT * batch * outputs
-        operations.append(Operation(i, 0, forward=y, backward=y + x * (i > 0)))
+        batches = x if i == 0 else 0  # a copy of the input; later inputs are kept as results
+        operations.append(Operation(i, 0, batches, batches, batches + y, y + x * (i > 0)))
         if i < len(sizes) - 2:
             operations.append(Operation(i, None, y, y, 2 * y, 2 * y + y // FLOAT, inside=False))  # relu
     return _model(units, operations, batch, sizes[-1])
@@ -170,7 +171,7 @@ def gpt(
         (14, 0, 4 * s, 3 * s, 5 * s),  # down, and the second sum
     )
     operations = [
-        Operation(0, 0, 0, 0, 2 * s, 3 * s, product=False),
+        Operation(0, 0, 8 * rows, 8 * rows, 8 * rows + 2 * s, 3 * s, product=False),
         Operation(1, 0, 8 * time, 8 * time, 3 * s, 2 * s, product=False),  # and the sum of both
     ]
     for i in range(2, layers + 2):
@@ -188,7 +189,7 @@ def _model(units: list[UnitSize], operations: list[Operation], rows: int, classe
     kept: Counter[int] = Counter()
     for operation in operations:
         kept[operation.unit] += operation.kept
-    logits, numbers = FLOAT * rows * classes, 8 * rows + FLOAT  # ... and the loss itself
+    logits, numbers = FLOAT * rows * classes, 2 * 8 * rows + FLOAT  # ... and targets, and the loss itself
     loss = Operation(-1, None, logits + numbers, logits + numbers, 2 * logits + numbers, logits)
     return Sizes(tuple(replace(unit, activations=kept[i]) for i, unit in enumerate(units)), tuple(operations), loss)
 

@@ -22,20 +22,11 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import mpi4py
 import numpy as np
 
 from . import backend
 from .backend import Array, xp
-
-mpi4py.rc(initialize=False, finalize=True)  # first see whether launcher and library fit: comm.py does, and starts MPI
-try:
-    from mpi4py import MPI as MPI
-except (ImportError, RuntimeError) as error:
-    raise ImportError(
-        f"minizero finds no MPI library ({str(error).splitlines()[0]}): pip install mpich, or load your site's MPI "
-        "module and, if it is not found then, set MPI4PY_LIBMPI=/path/to/libmpi.so"
-    ) from None
+from .job import MPI as MPI
 
 HostArray = np.ndarray[Any, Any]
 LARGEST = 2**30  # bytes in one message: older MPIs count to 2^31

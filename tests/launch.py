@@ -6,11 +6,13 @@ stray rank lives), and whatever happens the whole process group is killed before
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -91,6 +93,14 @@ def run_python(
     if check and done.returncode:
         raise AssertionError(f"exit code {done.returncode}: {_tail(done)}")
     return done
+
+
+def seconds_to_end(done: Done) -> float:
+    """How long a job went on after a rank of it had printed `leaving at` and the time."""
+    ended = time.time()
+    left = re.search(r"leaving at ([\d.]+)", done.stdout)
+    assert left, f"no rank came to the point of leaving: {_tail(done)}"
+    return ended - float(left[1])
 
 
 def _kill(job: subprocess.Popen[bytes]) -> None:

@@ -21,9 +21,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from minizero import functional as F
-from minizero.autograd import Node, Tensor, View, no_grad, operations
+from minizero.autograd import Node, Tensor, no_grad, operations
 from minizero.backend import bfloat16, to_host, working, xp
 from minizero.operation import scatter_add
+from minizero.parameter import View
 from test_autograd import Parameter
 
 Host: TypeAlias = "np.ndarray[Any, Any]"

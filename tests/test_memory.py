@@ -1,5 +1,6 @@
 """Memory, measured by the allocator: what is held, what is refused, and what the refusal means."""
 
+import gc
 import json
 import re
 import subprocess
@@ -17,7 +18,7 @@ import pytest
 
 import minizero as mz
 from launch import run_ranks
-from minizero import allocator, memory, nn, plan
+from minizero import allocator, memory, nn, optim, plan
 from minizero import functional as F
 from minizero.backend import xp
 from minizero.diagnosis import Diagnosis, OutOfMemory, diagnose
@@ -33,6 +34,14 @@ def train(engine: mz.Engine, rows: int = 4) -> None:
 
 def deep(layers: int = 8, width: int = 64) -> nn.Module:
     return nn.MLP([64, *[width] * layers, 8], dtype="bfloat16")
+
+
+@pytest.fixture(autouse=True)
+def _no_scratch() -> None:
+    """What other tests have made and is used by whoever comes: it counts as soon as something is measured."""
+    for thing in gc.get_objects():
+        if type(thing) is optim.Scratch:
+            thing.arrays.clear()
 
 
 # The allocator.

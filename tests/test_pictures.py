@@ -234,7 +234,7 @@ def test_with_plot_a_lesson_prints_the_same_and_then_the_pictures(tmp_path: Path
     numbers = [[int(word) for word in re.findall(r"\d+", row.split(maxsplit=1)[1].replace(",", ""))] for row in rows]
     drawn = [float(number) for number in re.findall(r">([\d.]+) MB<", names[0].read_text())]
     for (*terms, whole), height in zip(numbers, drawn, strict=True):
-        assert sum(terms) == whole == pytest.approx(1e6 * height, rel=1e-2)
+        assert sum(terms) == whole == pytest.approx(1e6 * height, abs=5.1e3)
     held = [line.split("│")[2] for line in plain.splitlines() if line.startswith(STAGES) and "bytes" in line][:4]
     at_rest = [int(re.findall(r"[\d,]+", cell)[0].replace(",", "")) for cell in held]
     for (weights, gradients, optimizer, *_), rest in zip(numbers, at_rest, strict=True):
@@ -312,7 +312,7 @@ def test_lesson_05_draws_the_step_that_failed_and_the_one_that_did_not(tmp_path:
     numbers = [[int(word) for word in re.findall(r"\d+", row.split(maxsplit=1)[1].replace(",", ""))] for row in rows]
     assert len(numbers) == len(drawn) == 2
     for (*each, whole), height in zip(numbers, drawn, strict=True):
-        assert sum(each) == whole == pytest.approx(1e6 * height, rel=1e-2)
+        assert sum(each) == whole == pytest.approx(1e6 * height, abs=5.1e3)
     assert numbers[0][-1] > 7_000_000 > numbers[1][-1]  # the first was refused
     asked, held = re.findall(r"([\d,]+) bytes more .* held: ([\d,]+)", done.stdout.replace("\n  ", " "))[0]
     assert numbers[0][-1] == int(asked.replace(",", "")) + int(held.replace(",", ""))
@@ -343,6 +343,17 @@ def test_each_text_shows_its_small_pictures_with_words_for_who_cannot_see_them()
             assert path.stat().st_size < 60_000, path
             shown.add(path)
     assert set((LESSONS / "pictures").iterdir()) == shown
+
+
+@pytest.mark.parametrize("number", range(1, 5))
+def test_the_words_beside_a_picture_name_its_highest_points(number: int) -> None:
+    (text,) = LESSONS.glob(f"0{number}_*.md")
+    words = re.findall(rf"highest points?([^!]*)\]\(pictures/0{number}-step\.png\)", text.read_text())
+    said = [float(each) for each in re.findall(r"\d\.\d+", words[0])]
+    drawn = [
+        float(each) for each in re.findall(r">([\d.]+) MB<", (LESSONS / f"pictures/0{number}-step.svg").read_text())
+    ]
+    assert len(said) == len(drawn) == number and said == pytest.approx(drawn, abs=0.0051), (said, drawn)
 
 
 def test_numbers_have_three_digits_in_the_picture() -> None:

@@ -1,11 +1,10 @@
 """What happens when ranks do not do the same: they differ, fail, leave, or simply end at different times?"""
 
 import re
-import time
 
 import pytest
 
-from launch import Done, run_ranks
+from launch import Done, run_ranks, seconds_to_end
 
 END_WITHIN = 10  # seconds after a rank has left
 WAITS = {  # what the others wait for, where they come to; by `where` of jobs/ranks_leave.py
@@ -20,9 +19,7 @@ WAITS = {  # what the others wait for, where they come to; by `where` of jobs/ra
 def let_leave(n: int, how: str, who: int, where: str) -> Done:
     """Run the job; it must have ended, non-zero, soon after `who` left."""
     done = run_ranks(n, "tests/jobs/ranks_leave.py", how, who, where, check=False, timeout=90)
-    left = re.search(r"leaving at ([\d.]+)", done.stdout)
-    assert left, f"rank {who} did not come to the point of leaving: {done.stdout}{done.stderr}"
-    took = time.time() - float(left[1])
+    took = seconds_to_end(done)
     assert took < END_WITHIN, f"the job went on for {took:.1f} s: {done.stderr}"
     assert done.returncode, f"the job ended with code 0: {done.stdout}{done.stderr}"
     for line in done.stderr.splitlines():

@@ -107,7 +107,8 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 CASES: list[tuple[str, str, str, int, float | None]] = [  # problem, dtype, optimizer, micro-batches, clipping
-    ("mlp", "float32", "sgd", 1, None), ("mlp", "float32", "adam", 3, 0.05), ("mlp", "bfloat16", "adam master", 1, None),
+    ("mlp", "float32", "sgd", 1, None), ("mlp", "float32", "adam", 3, 0.05),
+    ("mlp", "bfloat16", "adam master", 1, None),
     ("gpt tied", "float32", "adam", 1, None), ("gpt tied", "bfloat16", "adam", 3, 0.05),
     ("gpt untied", "bfloat16", "sgd", 1, None), ("gpt dropout", "float32", "sgd", 1, None),
     ("shared", "float32", "sgd", 3, None), ("odd shapes", "bfloat16", "adam", 1, 0.05),

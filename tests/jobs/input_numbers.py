@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import expect
 import numpy as np
 
 import minizero as mz
@@ -102,15 +103,8 @@ def same(got: Snapshot, wanted: Snapshot, what: str) -> None:
 
 def raises(kind: type[Exception], what: str, call: Callable[[], Any], *words: str) -> str:
     """The error's text, which must be the same on all ranks."""
-    try:
-        call()
-    except kind as error:
-        text = str(error)
-    else:
-        raise AssertionError(f"{what}: no {kind.__name__} on rank {rank}")
+    text = expect.raises(kind, call, *words, what=f"{what}, rank {rank}")
     assert len(set(world.mpi.allgather(text))) == 1, f"{what}: not the same error on all ranks; on rank {rank}: {text}"
-    missing = [word for word in words if word not in text]
-    assert not missing, f"{what}: {missing} not in: {text}"
     return text
 
 

@@ -21,10 +21,10 @@ from minizero.autograd import Tensor
 from minizero.flat import Unit
 from minizero.nn import Parameter
 
-WIDTH, LAYERS, BATCH = 96, 6, 2
+WIDTH, LAYERS, BATCH = 192, 6, 2
 LAYER = WIDTH * WIDTH + WIDTH  # elements of a layer, a multiple of the ranks here
 VOCAB, CONTEXT = 29, 9
-SMALL = 1 << 13  # bytes: more than all activations, and far less than a weight
+SMALL = 1 << 14  # bytes: more than all activations, and far less than a weight
 comm = mz.Communicator()
 here = f"rank {comm.rank}"
 

@@ -12,7 +12,7 @@ from minizero.backend import xp
 comm = mz.Communicator()
 rng = np.random.default_rng(comm.rank)
 WIDTH, LAYERS = 128, 8
-ROWS = 256  # so that activations show
+ROWS = 192  # so that activations show
 x, y = xp.asarray(rng.random((ROWS, WIDTH), np.float32)), rng.integers(0, WIDTH, ROWS)
 
 
@@ -36,6 +36,7 @@ if "some" in sys.argv:
         train(engine)
     sys.exit("a budget that only rank 1 had did not end the job")
 
+train(make(mz.DataParallel))  # scratch that all engines share is made once
 caught = []
 for stage in mz.STAGES:
     tried: mz.Engine | None = None

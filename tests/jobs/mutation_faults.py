@@ -21,6 +21,7 @@ from minizero.backend import bfloat16
 from minizero.comm import Communicator
 from minizero.engine import Engine
 from minizero.flat import Unit
+from minizero.listener import Listener
 from minizero.optim import Optimizer, add, divide
 
 Fault = Callable[[], AbstractContextManager[Any]]
@@ -271,13 +272,14 @@ def _() -> Sequence[Patch]:
 
 @fault("units are reduced first to last")
 def _() -> Sequence[Patch]:
-    def reduce_finished(engine: Engine) -> None:
-        while engine._todo and not engine._pending.get(engine._todo[0]):
-            unit = engine._todo.pop(0)
+    def reduce_finished(listener: Listener) -> None:
+        engine = listener.engine
+        while listener.todo and not listener.pending.get(listener.todo[0]):
+            unit = listener.todo.pop(0)
             with engine._on(unit):
                 unit.keep(engine.reduce(unit, unit.take_local()))
 
-    return [(Engine, "_reduce_finished", reduce_finished)]
+    return [(Listener, "reduce_finished", reduce_finished)]
 
 
 # The ring and the chunks. Broadcasts at the start add unsigned integers; they are left as they are.
@@ -365,17 +367,18 @@ def _() -> Sequence[Patch]:
 
 @fault("all units are reduced as one vector")
 def _() -> Sequence[Patch]:
-    def reduce_finished(old: Any, engine: Engine) -> None:
+    def reduce_finished(old: Any, listener: Listener) -> None:
+        engine = listener.engine
         if type(engine) is not mz.DataParallel:
-            old(engine)
-        elif engine._todo and not any(engine._pending.values()):
-            units, engine._todo = engine._todo, []
+            old(listener)
+        elif listener.todo and not any(listener.pending.values()):
+            units, listener.todo = listener.todo, []
             fused = ring.all_reduce(engine.comm, np.concatenate([unit.take_local() for unit in units]))
             ends = np.cumsum([unit.length for unit in units])[:-1]
             for unit, part in zip(units, np.split(fused, ends), strict=True):
                 unit.keep(part.copy())
 
-    return [around(Engine, "_reduce_finished", reduce_finished)]
+    return [around(Listener, "reduce_finished", reduce_finished)]
 
 
 @fault("bfloat16 sums travel as float32")
