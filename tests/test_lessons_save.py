@@ -69,8 +69,9 @@ def test_what_cannot_go_on_is_one_line_from_rank_0(tmp_path: Path) -> None:
     done = run_ranks(2, LESSON, "--save", tmp_path, check=False)
     assert done.returncode != 0 and f"--save: {tmp_path} has checkpoints: --resume {tmp_path}, or" in done.stderr
     assert sorted(p.name for p in (tmp_path / "DP").iterdir()) == ["latest", "step-10", "step-12"]
-    report(1, "--steps", 12, "--save", tmp_path / "other")
-    done = run_ranks(2, LESSON, *usual, "--steps", 14, "--resume", tmp_path / "other", "--save", tmp_path, check=False)
+    other = tmp_path.with_name(f"{tmp_path.name}-other")
+    report(1, "--steps", 12, "--save", other)
+    done = run_ranks(2, LESSON, *usual, "--steps", 14, "--resume", other, "--save", tmp_path, check=False)
     assert done.returncode != 0 and f"--save: {tmp_path} has checkpoints: --resume {tmp_path}, or" in done.stderr
     done = run_ranks(2, LESSON, "--save", tmp_path / "DP" / "latest", check=False)
     assert done.returncode != 0 and "--save: " in done.stderr and "Traceback" not in done.stderr
