@@ -107,6 +107,14 @@ def to_host(array: Array) -> np.ndarray[Any, Any]:
     return np.asarray(array) if name == "numpy" else xp.asnumpy(array)
 
 
+def fill(array: Array, values: np.ndarray[Any, Any]) -> None:
+    """array[:] = values, a contiguous NumPy array of the same shape and dtype. A GPU makes no copy of it on the way."""
+    if name == "numpy":
+        array[:] = values
+    else:
+        array.set(values)
+
+
 def known(number: Array, bound: int) -> int:
     """`number`, an array of one integer of at most `bound`, if it is known at once; else, on a GPU, just `bound`.
 

@@ -77,7 +77,6 @@ class Communicator:
         node.Free()
         self.device = backend.device
         self._crowded = self.local_size > (os.cpu_count() or 1)  # more ranks than cores
-        self._transport = transport(self._crowded)
         self._own(ours)
 
     def _own(self, mpi: MPI.Comm) -> None:
@@ -88,7 +87,7 @@ class Communicator:
         self._tag = FIRST_TAG  # of messages that are sent now, but for their dtype
         self._names: Sequence[str] = ()
         self._job = mpi.group.Translate_ranks(None, MPI.COMM_WORLD.group)  # each rank's number in the whole job
-        self._scratch = xp.empty(0, np.uint8)
+        self._scratch, self._transport = xp.empty(0, np.uint8), transport(self._crowded)
         tags = min(mpi.Get_attr(MPI.TAG_UB) or 32_767, 2**30) - FIRST_TAG
         self._most_units = tags // len(OPERATIONS) // len(DTYPES) - 1
         _rings.append(mpi)

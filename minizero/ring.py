@@ -26,14 +26,18 @@ from .comm import Communicator, number_of
 from .optim import add
 
 ADDED = (xp.ndarray, np.memmap) if backend.ON_HOST else (xp.ndarray,)  # a masked array, say, adds in its own way
-MOVED = (*ADDED, np.ndarray)  # also where the others live on a GPU: facts that ranks exchange are numbers of the host
+MOVED = (
+    *ADDED,
+    np.ndarray,
+    np.memmap,
+)  # also where the others live on a GPU: facts that ranks exchange are numbers of the host
 
 
 def chunks(vector: Array, n: int, kinds: tuple[type, ...] = ADDED) -> list[Array]:
     """The n equal chunks of a vector, as views. Raises ValueError where it is not contiguous or they are not equal."""
     if type(vector) not in kinds:
         kind = f"{type(vector).__module__.split('.')[0]}.{type(vector).__name__}"
-        raise TypeError(f"a ring needs an array of {backend.name}, not {kind}")
+        raise TypeError(f"a ring needs a {backend.name}.ndarray, not {kind}")
     if vector.ndim != 1 or vector.size % n:
         raise ValueError(
             f"a ring of {n} ranks needs a vector of a multiple of {n} elements, got shape {vector.shape}: pad it"

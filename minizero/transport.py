@@ -30,7 +30,7 @@ from .job import MPI as MPI
 
 HostArray = np.ndarray[Any, Any]
 LARGEST = 2**30  # bytes in one message: older MPIs count to 2^31
-STAGED = 2**26  # bytes in one message through pinned memory, of which a process keeps twice as many
+STAGED = 2**26  # bytes in one message through pinned memory, of which a communicator keeps twice as many
 FORCE = "MINIZERO_MPI_CUDA"
 
 
@@ -180,9 +180,8 @@ class Staged(Direct):
         self._pinned = {}
 
 
-@cache
 def transport(patient: bool) -> Transport:
-    """This process's."""
+    """The way for one communicator: threads with communicators of their own must not meet in pinned memory."""
     if backend.name == "numpy":
         return Transport()
     return Direct(patient) if cuda_aware()[0] else Staged(patient)
