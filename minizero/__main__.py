@@ -101,7 +101,7 @@ def device(world: MPI.Comm) -> Line:
         if max(takers.values()) > 1:
             text += (
                 f". Up to {max(takers.values())} ranks share a GPU: they take turns (do not trust timings), share its "
-                "memory, and each takes some 0.3 GB of it for its own CUDA context. Results will be right"
+                "memory, and each takes a few hundred MB for its own CUDA context. Results will be right"
             )
             return "device", ADVICE, text
     unused = backend.name == "numpy" and os.environ.get("MINIZERO_BACKEND", "auto") == "auto"
