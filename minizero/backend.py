@@ -113,6 +113,7 @@ def fill(array: Array, values: np.ndarray[Any, Any]) -> None:
         array[:] = values
     else:
         array.set(values)
+        xp.cuda.get_current_stream().synchronize()  # till then, the GPU may read `values`
 
 
 def known(number: Array, bound: int) -> int:
