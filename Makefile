@@ -22,10 +22,10 @@ export OMPI_ALLOW_RUN_AS_ROOT = 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = 1
 export PRTE_MCA_rmaps_default_mapping_policy = :oversubscribe
 
-.PHONY: help setup lesson pictures test lint clean
+.PHONY: help setup lesson pictures test gpu-check lint clean
 
 help:  ## print this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
 
 setup:  ## make .venv and install into it; at a site with its own MPI: EXTRAS=lessons,test
 	@rm -f $(STAMP)
@@ -48,6 +48,9 @@ pictures: $(STAMP)  ## remake the pictures in the lessons' texts, on 8 ranks
 
 test: lint  ## lint, then run every test; ARGS= goes to pytest, as in ARGS='-k zero2'
 	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)  # two files at a time: 7 minutes instead of 10 on 2 cores
+
+gpu-check:  ## on a machine with a GPU: are bits, memory and speed as they should be? In under 5 minutes
+	@$(firstword $(wildcard $(BIN)/python) $(PYTHON)) tests/gpu_check.py $(ARGS)
 
 lint: $(STAMP)  ## ruff, mypy, and whether the lessons still quote the code as it is
 	@$(BIN)/ruff check .

@@ -16,6 +16,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +30,7 @@ from . import __version__, backend, plan_report, ring
 from .backend import xp
 from .comm import Communicator
 from .job import launched_ranks
+from .transport import FORCE, cuda_aware
 
 OK, ADVICE, BROKEN = "ok", "advice", "broken"
 Line: TypeAlias = tuple[str, str, str]
@@ -92,14 +94,32 @@ def cores(world: MPI.Comm) -> Line:
 
 
 def device(world: MPI.Comm) -> Line:
-    node = world.Split_type(MPI.COMM_TYPE_SHARED)
-    text = by_rank(world, f"{backend.name} on {backend.use_device(node.rank)}")
-    node.Free()
+    """Who has which GPU, and how many ranks have the same?"""
+    text = by_rank(world, f"{backend.name} on {backend.device}{backend.device_facts()}")
+    if backend.name == "cupy":
+        takers = Counter(world.allgather((MPI.Get_processor_name(), backend.device)))
+        if max(takers.values()) > 1:
+            text += (
+                f". Up to {max(takers.values())} ranks share a GPU: they take turns (do not trust timings), share its "
+                "memory, and each takes a few hundred MB for its own CUDA context. Results will be right"
+            )
+            return "device", ADVICE, text
     unused = backend.name == "numpy" and os.environ.get("MINIZERO_BACKEND", "auto") == "auto"
     if unused and shutil.which("nvidia-smi"):
-        why = "CuPy finds no usable one" if find_spec("cupy") else "pip install cupy-cuda13x (or cupy-cuda12x)"
+        why = "CuPy finds no usable one" if find_spec("cupy") else "pip install 'cupy-cuda12x[ctk]' (or cuda13x)"
         return "device", ADVICE, f"{text}. If nvidia-smi shows a GPU: {why}"
     return "device", OK, text
+
+
+def transport(world: MPI.Comm) -> Line:
+    """Do messages go straight from one GPU's memory to another's?"""
+    direct, why = cuda_aware()
+    if backend.name == "numpy":
+        return "transport", OK, "through the host's memory, where arrays are"
+    text = by_rank(world, f"{'GPU memory is handed to MPI' if direct else 'through pinned host memory'} ({why})")
+    if not direct and not os.environ.get(FORCE):
+        text += f". Right everywhere, and slower than a CUDA-aware MPI; if this MPI is one, set {FORCE}=1"
+    return "transport", OK, text
 
 
 def bfloat16(world: MPI.Comm) -> Line:
@@ -128,7 +148,7 @@ def messages(world: MPI.Comm) -> Line:
 
 
 # `messages` comes last, and only where the launcher is right.
-CHECKS = (python, blas, library, launcher, cores, device, bfloat16)
+CHECKS = (python, blas, library, launcher, cores, device, transport, bfloat16)
 
 
 def doctor(options: argparse.Namespace) -> int:

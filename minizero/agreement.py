@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import ring
+from . import optim, ring
 from .comm import Communicator
 from .flat import Unit
 from .nn import Module
-from .optim import all_finite, square_sum
+from .optim import all_finite
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -79,8 +79,9 @@ def square_sums(engine: Engine) -> Table:
     that other groups hold as well counts in one of them, and here as 0.
     """
     units, all_of_it = [unit for unit in engine.units if unit.trainable], engine.comm.counts_copies
-    pairs = [pair for unit in units for pair in zip(unit.parameters, unit.own_parts(), strict=True)]
-    return exchange_facts(engine.comm, *(square_sum(g) if all_of_it or p.part[1] > 1 else 0.0 for p, g in pairs))
+    counted = [all_of_it or parameter.part[1] > 1 for unit in units for parameter in unit.parameters]
+    sums = optim.square_sums([part for unit in units for part in unit.own_parts()])
+    return exchange_facts(engine.comm, *(each if here else 0.0 for each, here in zip(sums, counted, strict=True)))
 
 
 def norm_of(comm: Communicator, squares: Table) -> float:

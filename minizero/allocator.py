@@ -12,6 +12,7 @@ facts come from the memory pool's hooks.
 from __future__ import annotations
 
 import ctypes
+import gc
 import sys
 import threading
 import tracemalloc
@@ -105,12 +106,23 @@ class Watch:
         self.refused = self.refused or not all(verdicts)
         return all(verdicts)
 
+    def tell_full(self, size: int, frame: FrameType | None) -> None:
+        """The allocator itself has refused: tell those who gave it a limit."""
+        try:
+            for listener in self.listeners:
+                listener.__self__.full(size, frame)  # type: ignore[attr-defined]
+        except BaseException as fault:  # the allocator's own error must leave it
+            self.fault = self.fault or fault
+
     def start(self) -> None: ...
 
     def stop(self) -> None: ...
 
     def limit(self, nbytes: int) -> bool:
-        """Let the allocator itself refuse what crosses so many bytes; 0: no more. False where listeners must do it."""
+        """Let the allocator itself refuse what crosses so many bytes; 0: no more. False where listeners must do it.
+
+        Where it refuses, the method `full` of the listeners' object is called, as the listeners are.
+        """
         return False
 
     def live(self) -> int:
@@ -215,16 +227,26 @@ def cupy_watch() -> Watch:
         def __init__(self) -> None:
             Watch.__init__(self)
             self.held: dict[int, Block] = {}
+            self.bytes = 0
+            self.limits: list[int] = []
 
         def start(self) -> None:
             self.held.clear()
+            self.bytes = 0
             self.__enter__()
 
         def stop(self) -> None:
             self.__exit__(None, None, None)
 
         def limit(self, nbytes: int) -> bool:
-            xp.get_default_memory_pool().set_limit(size=nbytes)
+            gc.collect()  # what dies later would leave more room than there is
+            pool = xp.get_default_memory_pool()
+            pool.free_all_blocks()
+            if nbytes:  # ... of arrays that count; all others have their memory already
+                self.limits.append(nbytes + pool.total_bytes() - self.live() - self.older_bytes)
+            else:
+                self.limits.pop()
+            pool.set_limit(size=self.limits[-1] if self.limits else 0)
             return True
 
         def malloc_preprocess(self, **facts: Any) -> None:
@@ -232,14 +254,22 @@ def cupy_watch() -> Watch:
                 raise MemoryError("refused")
 
         def malloc_postprocess(self, **facts: Any) -> None:
+            frame, size = sys._getframe(1), facts["mem_size"]
             if facts["mem_ptr"]:
-                self.held[facts["mem_ptr"]] = Block(facts["mem_size"], stack(sys._getframe(1)))
+                self.held[facts["mem_ptr"]] = Block(size, stack(frame))
+                self.bytes += size
+            elif size:
+                self.tell_full(size, frame)
 
         def free_postprocess(self, **facts: Any) -> None:
-            self.held.pop(facts["mem_ptr"], None)
+            if self.held.pop(facts["mem_ptr"], None):
+                self.bytes -= facts["mem_size"]
+
+        def live(self) -> int:
+            return self.bytes
 
         def blocks(self) -> Iterator[Block]:
-            return iter(self.held.values())
+            return iter(list(self.held.values()))
 
     return Hook()
 

@@ -4,6 +4,7 @@ The choice is made once, at import, and can be forced: `MINIZERO_BACKEND=auto|nu
 
 Importing this file also limits this process to one BLAS thread. N ranks on one machine would otherwise start
 N times as many threads as it has cores, and a product computed by two threads has other bits than by one.
+A GPU's products are computed in full float32 (TF32 would keep 10 bits of each factor), and with one workspace.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, TypeAlias
 
 for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"):
     os.environ[_variable] = "1"  # read by BLAS when NumPy is imported ...
+os.environ.update(CUPY_TF32="0", NVIDIA_TF32_OVERRIDE="0", CUBLAS_WORKSPACE_CONFIG=":4096:8")  # read by CuPy and cuBLAS
 
 import ml_dtypes
 import numpy as np
@@ -60,7 +62,7 @@ def choose(wanted: str) -> tuple[str, ModuleType]:
         if wanted == "cupy":
             raise RuntimeError(
                 "MINIZERO_BACKEND=cupy, but CuPy cannot be imported "
-                f"({error}): pip install cupy-cuda13x (or cupy-cuda12x), or use MINIZERO_BACKEND=auto"
+                f"({error}): pip install 'cupy-cuda12x[ctk]' (or cuda13x), or use MINIZERO_BACKEND=auto"
             ) from error
         return "numpy", np
     if cupy.cuda.is_available():
@@ -73,23 +75,71 @@ def choose(wanted: str) -> tuple[str, ModuleType]:
 
 
 name, xp = choose(os.environ.get("MINIZERO_BACKEND", "auto"))
+device = "cpu"  # this process's, in words
+BLOCK = 16_384  # elements that are updated at once: on a CPU, five such blocks fit in the cache ...
+ON_HOST = name == "numpy"  # are arrays in the host's memory, as random numbers are that were just drawn?
+MOST_BLOCKS = 2**62 if name == "numpy" else 16  # ... and a GPU is slow to start: so many blocks at most
 
 
-def use_device(local_rank: int) -> str:
-    """Take GPU (`local_rank` mod the number of GPUs) for this process, before its first allocation.
+def use_device(local_rank: int) -> None:
+    """Take GPU (`local_rank` mod the number of GPUs) for this process; `local_rank` counts the ranks of one node.
 
-    `local_rank` counts the ranks of one node. Returns a description; without a GPU there is nothing to take.
+    comm.py calls it while minizero is imported: nobody can have allocated an array before. Several ranks may get the
+    same GPU. Without a GPU there is nothing to take.
     """
+    global device
+    if name == "cupy":
+        number = local_rank % xp.cuda.runtime.getDeviceCount()
+        xp.cuda.Device(number).use()
+        device = f"gpu {number}"
+
+
+def device_facts() -> str:
+    """Name and memory of this process's GPU; nothing where there is none."""
     if name == "numpy":
-        return "cpu"
-    device = local_rank % xp.cuda.runtime.getDeviceCount()
-    xp.cuda.Device(device).use()
-    return f"gpu {device}"
+        return ""
+    facts = xp.cuda.runtime.getDeviceProperties(xp.cuda.Device().id)
+    return f" ({facts['name'].decode()}, {facts['totalGlobalMem'] / 1e9:.1f} GB)"
 
 
 def to_host(array: Array) -> np.ndarray[Any, Any]:
     """A NumPy array with the values of `array` (a copy only where `array` lives on a GPU)."""
     return np.asarray(array) if name == "numpy" else xp.asnumpy(array)
+
+
+def fill(array: Array, values: np.ndarray[Any, Any]) -> None:
+    """array[:] = values, a contiguous NumPy array of the same shape and dtype. A GPU makes no copy of it on the way."""
+    if name == "numpy":
+        array[:] = values
+    else:
+        array.set(values)
+        xp.cuda.get_current_stream().synchronize()  # till then, the GPU may read `values`
+
+
+def known(number: Array, bound: int) -> int:
+    """`number`, an array of one integer of at most `bound`, if it is known at once; else, on a GPU, just `bound`.
+
+    A GPU works through its orders on its own. To ask it for a number would mean to wait until it has done them all.
+    """
+    return int(number) if name == "numpy" else bound
+
+
+def add_rows(target: Array, source: Array, where: Array) -> None:
+    """target[i] += source[i] for each i where `where[i]`: arrays (n, ...), (n, ...) and bools (n,).
+
+    A GPU adds to all rows: how many there are to add, it would have to be asked. (x + -0.0 is x, even for -0.0.)
+    """
+    if name == "numpy":
+        rows = np.flatnonzero(where)
+        target[rows] += source[rows]
+    else:
+        target += xp.where(where.reshape(-1, *[1] * (source.ndim - 1)), source, source.dtype.type(-0.0))
+
+
+def largest(array: Array, axis: Any, keepdims: bool) -> Array:
+    """array.max(axis, keepdims), also where that is empty: CuPy finds no largest element in no rows."""
+    nothing = array.sum(axis=axis, keepdims=keepdims) if array.size == 0 else None
+    return nothing if nothing is not None and nothing.size == 0 else array.max(axis=axis, keepdims=keepdims)
 
 
 def dtype_of(dtype: Any) -> np.dtype[Any]:

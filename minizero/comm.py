@@ -17,6 +17,7 @@ from __future__ import annotations
 import atexit
 import copy
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -27,8 +28,9 @@ import numpy as np
 
 from . import backend
 from .backend import Array, xp
-from .job import MEND, launched_ranks
+from .job import MEND, launched_ranks, local_rank
 from .job import MPI as MPI
+from .transport import FORCE, check_target, cuda_aware, message, transport
 
 OPERATIONS = (
     "exchange", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "control", "gather_parameters", "checkpoint",
@@ -40,7 +42,6 @@ DTYPES = [
 ]  # fmt: skip
 DTYPE_NUMBER = {np.dtype(name): number for number, name in enumerate(DTYPES)}
 LEFT, FAILED, FIRST_TAG = 0, 1, 2  # tags on our communicators; from FIRST_TAG on: what is being done
-LARGEST = 2**30  # bytes in one message: older MPIs count to 2^31
 PAUSE = 50e-6  # seconds between two looks for a message, where there are more ranks than cores
 PATIENCE = 5.0  # seconds that a rank which failed waits for the news to come round
 
@@ -55,8 +56,8 @@ class CollectiveError(RuntimeError):
 class Communicator:
     """The ranks that train together, in a ring.
 
-    Collective: all ranks of `mpi` must make one. Each takes its device (rank on its node mod devices). Every rank
-    of the job must import minizero, also one that trains nothing: at exit, all wait for all.
+    Collective: all ranks of `mpi` must make one. Every rank of the job must import minizero, also one that trains
+    nothing: at exit, all wait for all.
 
     Args:
         mpi: an mpi4py communicator; MPI.COMM_WORLD where it is left out. A duplicate is used, so that
@@ -75,7 +76,7 @@ class Communicator:
         node = ours.Split_type(MPI.COMM_TYPE_SHARED)
         self.local_rank, self.local_size = node.rank, node.size
         node.Free()
-        self.device = backend.use_device(self.local_rank)
+        self.device = backend.device
         self._crowded = self.local_size > (os.cpu_count() or 1)  # more ranks than cores
         self._own(ours)
 
@@ -91,7 +92,7 @@ class Communicator:
         self._tag = FIRST_TAG  # of messages that are sent now, but for their dtype
         self._names: Sequence[str] = ()
         self._job = mpi.group.Translate_ranks(None, MPI.COMM_WORLD.group)  # each rank's number in the whole job
-        self._scratch = xp.empty(0, np.uint8)
+        self._scratch, self._transport = xp.empty(0, np.uint8), transport(self._crowded)
         tags = min(mpi.Get_attr(MPI.TAG_UB) or 32_767, 2**30) - FIRST_TAG
         self._most_units = tags // len(OPERATIONS) // len(DTYPES) - 1
         _rings.append(mpi)
@@ -119,32 +120,31 @@ class Communicator:
         if self._broken:
             raise CollectiveError(self._broken)
         tag = self._tag + number_of(send.dtype)
-        outgoing, incoming = self._to_mpi(send), self._to_mpi(recv)
-        if not incoming.flags.writeable or np.may_share_memory(outgoing, incoming):
-            raise ValueError(f"{self._operation}: the array to receive into is read-only or overlaps the one to send")
-        largest = max(outgoing.size, incoming.size)
-        if largest >= LARGEST and outgoing.size != incoming.size:
+        outgoing, incoming = message(send, self._operation), message(recv, self._operation)
+        check_target(outgoing, incoming, self._operation)
+        piece, largest = self._transport.largest, max(outgoing.size, incoming.size)
+        if largest >= piece and outgoing.size != incoming.size:
             raise ValueError(f"{self._operation}: {outgoing.size} bytes to send, {incoming.size} to receive: "
-                             f"from {LARGEST} bytes on, both must be the same")  # fmt: skip
+                             f"from {piece} bytes on, both must be the same")  # fmt: skip
         self.traffic[self._operation] += outgoing.size
-        if largest < LARGEST:
+        if largest < piece:
             self._swap(outgoing, incoming, tag)
         else:  # in pieces; one that is shorter, maybe empty, is the last: ranks that differ by whole pieces notice
-            for at in range(0, largest + 1, LARGEST):
-                self._swap(outgoing[at : at + LARGEST], incoming[at : at + LARGEST], tag)
-        if not isinstance(recv, np.ndarray):
-            recv.view(np.uint8).reshape(-1).set(incoming)
+            for at in range(0, largest + 1, piece):
+                self._swap(outgoing[at : at + piece], incoming[at : at + piece], tag)
 
-    def _swap(self, outgoing: np.ndarray[Any, Any], incoming: np.ndarray[Any, Any], tag: int) -> None:
+    def _swap(self, outgoing: Array, incoming: Array, tag: int) -> None:
         """One message to the right, one from the left."""
-        status = MPI.Status()
-        departure = self.mpi.Isend([outgoing, MPI.BYTE], self.right, tag)
+        status, way = MPI.Status(), self._transport
+        departure = self.mpi.Isend([way.outgoing(outgoing), MPI.BYTE], self.right, tag)
         self._until(self.mpi.Probe, self.mpi.Iprobe, self.left, MPI.ANY_TAG, status)
         if status.Get_tag() != tag or status.Get_count(MPI.BYTE) != incoming.size:
             self._disagree(departure, tag, incoming.size, status)
-        arrival = self.mpi.Irecv([incoming, MPI.BYTE], self.left, tag)
+        landing = way.incoming(incoming)
+        arrival = self.mpi.Irecv([landing, MPI.BYTE], self.left, tag)
         self._until(arrival.Wait, arrival.Test)
         self._until(departure.Wait, departure.Test)
+        way.arrived(landing, incoming)
 
     def scratch(self, count: int, dtype: np.dtype[Any]) -> Array:
         """An array (count,) of `dtype` whose memory is used again by the next call."""
@@ -189,16 +189,6 @@ class Communicator:
             else:
                 os.sched_yield()
 
-    def _to_mpi(self, array: Array) -> np.ndarray[Any, Any]:
-        """The bytes of `array` where MPI can read and write them."""
-        if not array.flags.c_contiguous:
-            what = f"{self._operation}: shape {array.shape} with strides {array.strides}"
-            raise ValueError(f"{what} is not contiguous: pass numpy.ascontiguousarray(...) of it")
-        if isinstance(array, np.ndarray):
-            return array.reshape(-1).view(np.uint8)
-        xp.cuda.get_current_stream().synchronize()  # MPI does not know of streams
-        return backend.to_host(array.reshape(-1).view(np.uint8))
-
     # What follows is about ranks that do not do the same. Training never comes here.
 
     def _doing(self, tag: int) -> str:
@@ -225,6 +215,7 @@ class Communicator:
     def _disagree(self, departure: MPI.Request, mine: int, wanted: int, status: MPI.Status) -> NoReturn:
         """Raise for a message that is not the expected one, after telling the right neighbour."""
         self._broken = self._complaint(self.left, mine, wanted, status)
+        self._transport.abandon()
         news = self.mpi.isend(self._broken, self.right, FAILED)
         self._last = [departure, news]  # kept, since MPI may go on reading these buffers
         end = time.monotonic() + PATIENCE
@@ -296,6 +287,19 @@ def _farewell() -> None:
         time.sleep(0.001)
 
 
+def _take_device() -> None:
+    """Take this rank's GPU, and say once where messages cannot go straight from one to the next."""
+    backend.use_device(local_rank())
+    direct, why = cuda_aware()
+    if not (direct or os.environ.get(FORCE) or MPI.COMM_WORLD.rank) and MPI.COMM_WORLD.size > 1:
+        sys.stderr.write(
+            f"minizero: messages between GPUs go through host memory, since this MPI is not known to be CUDA-aware "
+            f"({why}). If it is, set {FORCE}=1\n"
+        )
+
+
+if backend.name == "cupy":  # before anybody can allocate an array
+    _take_device()
 _hall, _opened = MPI.COMM_WORLD.Idup()  # ours alone: a message of ours must not answer a receive of the user's
 if MPI.COMM_WORLD.size > 1:
     atexit.register(_farewell)

@@ -142,7 +142,7 @@ class Engine:
                     raise RuntimeError(f"requires_grad of {parameter.name} was changed after wrapping: do it before")
         weight = self._tally.add(examples)
         if gradient is None:
-            gradient = np.full(loss.shape, weight, dtype=np.float64) if loss.size == 1 else None
+            gradient = xp.full(loss.shape, weight, dtype=np.float64) if loss.size == 1 else None
         listener = Listener(self)
         try:
             autograd.backward(loss, gradient, listener)
@@ -310,7 +310,7 @@ class Engine:
             raise RuntimeError("step: gradients are still local: the last backward must be outside no_sync")
         if not self._trained or any(unit.gradient is None for unit in self._trained):
             raise RuntimeError("step: there are no gradients: call backward first")
-        bad = not all(all_finite(unit.own(unit.gradient)) for unit in self._trained)
+        bad = not all_finite(*(unit.own(unit.gradient) for unit in self._trained))
         count, self._bad = self._tally.agree(self.comm, bad)
         for unit in self._trained if count != 1 else ():
             divide(unit.gradient, count)

@@ -9,7 +9,7 @@ engine writes to its units' vectors, not through parameters: there, a count of c
 as an array is copied when it becomes a Tensor, so a loader may use its buffer again at once.
 
 What it does not see: writes through a view that was taken earlier, and to an engine's vectors themselves.
-CuPy cannot make an array read-only: on a GPU only changes by an engine are noticed.
+CuPy cannot make an array read-only: on a GPU only changes by an engine, or by load_weights, are noticed.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Hold:
 
 
 def writeable(array: Array) -> bool:
-    """May NumPy write to it? (No for what is not here, and for a GPU's arrays.)"""
-    return isinstance(array, np.ndarray) and array.flags.writeable
+    """May somebody write to it? (Nobody to what is not here; anybody to a GPU's arrays.)"""
+    return array is not None and (not isinstance(array, np.ndarray) or bool(array.flags.writeable))
 
 
 def freeze(array: Array) -> None:

@@ -17,8 +17,21 @@ from typing import Any
 import numpy as np
 
 from .autograd import Axis, Operand, Share, Tensor
-from .backend import Array, dtype_of, working, xp
-from .operation import compute, integers, made, operands, operation, rows_of, scatter_add, seen, spread, tensor, value
+from .backend import Array, dtype_of, largest, working, xp
+from .operation import (
+    compute,
+    integers,
+    made,
+    operands,
+    operation,
+    rows_of,
+    scatter_add,
+    seen,
+    spread,
+    tensor,
+    value,
+    within,
+)
 
 
 @operation
@@ -124,10 +137,10 @@ def max(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """The largest value; where several are equally large, they share its gradient evenly."""
     (x,), dtype = operands("max", x)
     array = value(x, dtype)
-    top = array.max(axis=axis, keepdims=keepdims)
-    largest = array == spread(top, x.shape, axis, keepdims)
-    ties = largest.sum(axis=axis, keepdims=keepdims, dtype=dtype)
-    return made("max", top, (x, lambda g: largest * spread(g / ties, largest.shape, axis, keepdims)))
+    top = largest(array, axis, keepdims)
+    equal = array == spread(top, x.shape, axis, keepdims)
+    ties = equal.sum(axis=axis, keepdims=keepdims, dtype=dtype)
+    return made("max", top, (x, lambda g: equal * spread(g / ties, equal.shape, axis, keepdims)))
 
 
 @operation
@@ -272,7 +285,7 @@ def dropout(x: Operand, p: float, generator: np.random.Generator | None) -> Tens
 def softmax(x: Operand, axis: int = -1) -> Tensor:
     (x,), dtype = operands("softmax", x)
     y = value(x, dtype)
-    y = y - y.max(axis=axis, keepdims=True)
+    y = y - largest(y, axis, keepdims=True)
     y = xp.exp(y, out=y)
     y /= y.sum(axis=axis, keepdims=True)
     return made("softmax", y, (x, lambda g: y * (g - (g * y).sum(axis=axis, keepdims=True))))
@@ -282,7 +295,7 @@ def softmax(x: Operand, axis: int = -1) -> Tensor:
 def log_softmax(x: Operand, axis: int = -1) -> Tensor:
     (x,), dtype = operands("log_softmax", x)
     y = value(x, dtype)
-    y = y - y.max(axis=axis, keepdims=True)
+    y = y - largest(y, axis, keepdims=True)
     y -= xp.log(xp.exp(y).sum(axis=axis, keepdims=True))
     return made("log_softmax", y, (x, lambda g: g - xp.exp(y) * g.sum(axis=axis, keepdims=True)))
 
@@ -314,27 +327,28 @@ def embedding(weight: Operand, tokens: Operand) -> Tensor:
     weight = tensor(weight)
     if weight.ndim != 2:
         raise ValueError(f"embedding: the weight must be (rows, width), this one has shape {weight.shape}")
-    return index(weight, integers("embedding", "tokens", tokens, weight.shape[0]))
+    ids, one = within("embedding", "tokens", tokens, weight.shape[0], working(weight.dtype))
+    return index(weight, ids) if one is None else mul(index(weight, ids), one[..., None])
 
 
 @operation
 def cross_entropy(logits: Operand, targets: Operand) -> Tensor:
     """Mean of -log softmax(logits)[target]; 0 if empty. Logits (..., classes), integer targets (...)."""
     (logits,), dtype = operands("cross_entropy", logits)
-    shape, targets = logits.shape, Tensor.of(targets)
+    shape, targets = logits.shape, integers("cross_entropy", "targets", targets)
     if not shape or not shape[-1] or targets.shape != shape[:-1]:
         raise ValueError(f"cross_entropy: targets {targets.shape} do not fit logits {shape}, (..., classes)")
-    column = integers("cross_entropy", "targets", targets, shape[-1]).copy().reshape(-1)
+    column, one = within("cross_entropy", "targets", targets.reshape(-1).copy(), shape[-1], dtype)
     y, row, count = rows_of(value(logits, dtype)), xp.arange(column.size), column.size or 1
-    y = y - y.max(axis=-1, keepdims=True)
-    chosen = y[row, column]
+    y = y - largest(y, -1, keepdims=True)
+    chosen = y[row, column] if one is None else y[row, column] * one
     y = xp.exp(y, out=y)
     total = y.sum(axis=-1, keepdims=True)
     loss = (xp.log(total[:, 0]) - chosen).sum() / count
     y /= total  # the probabilities
 
     def share(g: Array) -> Array:
-        gradient = y * (g / count)
+        gradient = y * (g / count if one is None else g / count * one[:, None])
         gradient[row, column] -= g / count
         return gradient.reshape(shape)
 

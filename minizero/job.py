@@ -41,6 +41,18 @@ def launched_ranks() -> int:
     return max((int(os.environ[name]) for name in variables if os.environ.get(name, "").isdigit()), default=1)
 
 
+def local_rank() -> int:
+    """This process's number among those of its node, from 0. Collective only where the launcher does not say it."""
+    variables = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "PALS_LOCAL_RANKID")
+    for name in (*variables, "SLURM_LOCALID"):
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name])
+    node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+    number = node.rank
+    node.Free()
+    return number
+
+
 def _initialise() -> None:
     """Start MPI. Under Open MPI's launcher another library would end in its own words: say it in ours."""
     library = MPI.Get_library_version()

@@ -101,6 +101,9 @@ class Meter:
         """Called before each allocation; False refuses it."""
         raise NotImplementedError
 
+    def full(self, size: int, frame: FrameType | None) -> None:
+        """Called where the allocator itself refuses an allocation."""
+
     def live(self) -> int:
         """Bytes of all arrays that count."""
         return self.watch.live() + self.watch.older_bytes
@@ -211,12 +214,17 @@ class budget(Meter):  # noqa: N801
         return self
 
     def asked(self, size: int, frame: FrameType | None) -> bool:
-        phase, wanted = self.look(frame), self.live() + size
-        if size < SMALL or wanted <= self.limit:
-            self.highest = max(self.highest, wanted)
-            if not self._pool_refuses or wanted < 0.8 * self.limit:  # a pool in pieces may be full a little earlier
-                return True
-        held, term = self.terms(), term_of(allocator.stack(frame))
+        self.look(frame)
+        wanted = self.live() + size
+        if size < SMALL or wanted <= self.limit or self._pool_refuses:
+            self.highest = max(self.highest, min(wanted, self.limit))
+            return True
+        self.full(size, frame)
+        return False
+
+    def full(self, size: int, frame: FrameType | None) -> None:
+        """Note what was held, and what for, when an allocation was refused."""
+        phase, held, term = self._last, self.terms(), term_of(allocator.stack(frame))
         self._engine, unit = self.engine(), unit_of(frame)
         if term == "vector":
             later = self.terms(size, frame)
@@ -228,7 +236,6 @@ class budget(Meter):  # noqa: N801
         self.refused = OutOfMemory(self.limit, size, held, term, phase, unit, self._engine, left, run)
         rows = self._engine._tally.rows if self._engine is not None else []
         self.refused.rows = rows[-1] if rows else 0
-        return self._pool_refuses
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self.watch.limit(0)
@@ -257,7 +264,9 @@ def unit_of(frame: FrameType | None) -> Unit | None:
 def reached(frame: FrameType | None) -> set[Unit | None]:
     """The units that a forward has come through, by the graph behind the operation that asks."""
     while frame is not None:
-        tensors = [value for value in frame.f_locals.values() if isinstance(value, Tensor) and value.node]
+        tensors = [
+            value for value in frame.f_locals.values() if isinstance(value, Tensor) and getattr(value, "node", None)
+        ]
         if tensors:
             return {_unit(node) for tensor in tensors if tensor.node for node in nodes_behind(tensor.node)}
         frame = frame.f_back

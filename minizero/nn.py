@@ -323,13 +323,13 @@ class GPT(Module):
         return self.logits(x)
 
     def embed(self, tokens: Any) -> Tensor:
-        tokens = Tensor.of(tokens)
-        if tokens.ndim != 2 or not tokens.shape[1]:
-            raise ValueError(f"GPT: tokens must be (batch, time), with at least one in time, not {tokens.shape}")
-        time = tokens.shape[1]
+        shape = tuple(tokens.shape) if hasattr(tokens, "shape") else np.shape(tokens)
+        if len(shape) != 2 or not shape[1]:
+            raise ValueError(f"GPT: tokens must be (batch, time), with at least one in time, not {shape}")
+        time = shape[1]
         if time > self.context:
             raise ValueError(f"GPT: {time} tokens in a row, but its context is {self.context}")
-        return self.token(tokens) + self.position(xp.arange(time))  # (B, T, C) + (T, C)
+        return self.token(tokens) + self.position(np.arange(time))  # (B, T, C) + (T, C)
 
     def logits(self, x: Tensor) -> Tensor:
         return self.head(self.norm(x))

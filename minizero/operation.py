@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from .autograd import Axis, Operand, Share, Tensor, is_floating, operations, record, recording
-from .backend import DTYPES, Array, working, xp
+from .backend import DTYPES, Array, add_rows, known, working, xp
 from .parameter import View
 
 Operation = TypeVar("Operation", bound=Callable[..., Tensor])
@@ -39,7 +39,10 @@ def tensor(x: Operand) -> Tensor:
 
 def operands(name: str, *given: Operand) -> tuple[list[Tensor], np.dtype[Any]]:
     """The operands as Tensors, and the dtype that `name` computes in. TypeError for float32 with float64."""
-    tensors = [tensor(x) for x in given]
+    try:
+        tensors = [tensor(x) for x in given]
+    except ValueError as error:
+        raise TypeError(f"{name}: cannot compute with {', '.join(type(x).__name__ for x in given)}: {error}") from error
     found: list[list[Any]] = [[], [], []]  # dtypes of arrays with axes; of Tensors without; of plain numbers
     for x, t in zip(given, tensors, strict=True):
         if is_floating(t.dtype):
@@ -96,18 +99,29 @@ def seen(name: str, x: Tensor, look: Callable[[Array], Array], share: Share) -> 
 def scatter_add(rows: int, ids: Array, source: Array) -> Array:
     """Zeros (rows, ...) with source[i] added to row ids[i]. `ids` (n,), `source` (n, ...).
 
-    Sorted by id, neighbours with the same id are added in pairs until each id is left once: n additions at
-    most, in log2(most repeats) rounds. No atomics, no order left to chance: the bits repeat, also on a GPU.
+    Sorted by id, the rows with one id are added in pairs, then pairs of pairs, and so on: log2(most repeats)
+    rounds. No atomics, no order left to chance: the bits repeat, also on a GPU. Nor is it asked for numbers.
+
+        turn    0   1   2   3   4      within the run of one id
+        round   0 + 1   2 + 3   4      step 1
+                0   +   2       4      step 2
+                0       +       4      step 4: the first has the sum
     """
+    count = ids.size
+    if not count:
+        return xp.zeros((rows, *source.shape[1:]), source.dtype)
     order = xp.argsort(ids, kind="stable")
     ids, source = ids[order], source[order]
-    turn = xp.arange(ids.size) - xp.searchsorted(ids, ids)  # 0, 1, 2, ... within the run of each id
-    while ids.size and int(turn.max()) > 0:
-        second, first = xp.flatnonzero(turn % 2), xp.flatnonzero(turn % 2 == 0)
-        source[second - 1] += source[second]
-        ids, source, turn = ids[first], source[first], turn[first] // 2
-    total = xp.zeros((rows, *source.shape[1:]), source.dtype)
-    total[ids] = source
+    turn = xp.arange(count) - xp.searchsorted(ids, ids)
+    most, step = known(turn.max(), count - 1), 1
+    while step <= most:
+        pairs = (turn[:-step] % (2 * step) == 0) & (ids[step:] == ids[:-step])
+        add_rows(source[:-step], source[step:], pairs)
+        step *= 2
+    wanted = xp.arange(rows)
+    first = xp.minimum(xp.searchsorted(ids, wanted), count - 1)
+    total, absent = source[first], ids[first] != wanted
+    xp.copyto(total, 0, where=absent.reshape(-1, *[1] * (total.ndim - 1)))
     return total
 
 
@@ -121,12 +135,26 @@ def spread(gradient: Array, shape: tuple[int, ...], axis: Axis, keepdims: bool) 
     return xp.broadcast_to(gradient if keepdims or axis is None else xp.expand_dims(gradient, axis), shape)
 
 
-def integers(name: str, what: str, given: Operand, count: int) -> Array:
-    """`given`, if it is integers in [0, count), as an array: the caller's own, so copy what backward needs."""
-    ids = Tensor.of(given).data
+def integers(name: str, what: str, given: Operand) -> Array:
+    """`given` as an array of integers: of NumPy, or where it lives already."""
+    given = given.data if isinstance(given, Tensor) else given
+    ids = given if isinstance(given, xp.ndarray) else np.asarray(given)
     if ids.dtype.kind not in "iu":
         raise TypeError(f"{name}: {what} must be integers, not {ids.dtype}")
+    return ids
+
+
+def within(name: str, what: str, given: Operand, count: int, dtype: Any) -> tuple[Array, Array | None]:
+    """`given` as an array of `xp`, all in [0, count): maybe the caller's own.
+
+    On a GPU they are not looked at here, as that would mean to wait for it. They come with an array of 1, or NaN where
+    they lie elsewhere: what is taken there, and its gradient, must be multiplied by it, so that `step` refuses it.
+    """
+    ids = integers(name, what, given)
+    if not isinstance(ids, np.ndarray):
+        ids = ids.astype("int64", copy=False)
+        return ids, xp.where((ids >= 0) & (ids < count), 1.0, math.nan).astype(dtype)
     low, high = (int(ids.min()), int(ids.max())) if ids.size else (0, -1)
     if low < 0 or high >= count:
         raise IndexError(f"{name}: {what} must lie in 0 to {count - 1}, found {low if low < 0 else high}")
-    return ids
+    return xp.asarray(ids), None

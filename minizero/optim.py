@@ -18,28 +18,33 @@ from typing import Any
 
 import numpy as np
 
-from .backend import Array, name, working, xp
+from .backend import BLOCK, MOST_BLOCKS, Array, to_host, working, xp
 
 State = dict[str, Array]  # what an optimizer keeps for one vector, by the names that PyTorch uses
-BLOCK = 16_384 if name == "numpy" else 1 << 22  # elements: on a CPU 5 blocks fit in 512 KiB of cache
 
 
 class Scratch:
-    """Arrays of one block that are used again and again, by one thread: `scratch(key, count, dtype)`."""
+    """Arrays of a block that are used again and again, by one thread: `scratch(key, count, dtype)`."""
 
     def __init__(self) -> None:
         self.arrays: dict[tuple[str, np.dtype[Any], int], Array] = {}
 
     def __call__(self, key: str, count: int, dtype: np.dtype[Any]) -> Array:
         which = key, dtype, get_ident()
-        if which not in self.arrays:
-            self.arrays[which] = xp.empty(BLOCK, dtype)
+        if which not in self.arrays or self.arrays[which].size < count:
+            self.arrays[which] = xp.empty(max(BLOCK, count), dtype)
         return self.arrays[which][:count]
 
 
+def block_size(size: int) -> int:
+    """Elements of the blocks in which a vector of `size` is walked."""
+    return max(BLOCK, -(-size // MOST_BLOCKS))
+
+
 def blocks(size: int) -> Iterator[slice]:
-    """Slices of at most BLOCK elements that cover a vector of `size`."""
-    return (slice(start, min(start + BLOCK, size)) for start in range(0, size, BLOCK))
+    """Slices of at most so many elements that cover a vector of `size`."""
+    step = block_size(size)
+    return (slice(start, min(start + step, size)) for start in range(0, size, step))
 
 
 _shared = Scratch()
@@ -71,27 +76,34 @@ def divide(target: Array, divisor: float) -> None:
         target[block] = a
 
 
-def all_finite(vector: Array) -> bool:
-    """Are all elements finite? A block's sum says so at once, unless it overflows: then each element is looked at."""
+def in_float(vector: Array) -> Iterator[Array]:
+    """The blocks of a vector, bfloat16 as float32 in scratch: look at each before you take the next."""
     wide = working(vector.dtype)
     for block in blocks(vector.size):
         part = vector[block]
         if vector.dtype != wide:
             part = _shared("a", part.size, wide)
             part[:] = vector[block]
-        if not math.isfinite(float(part.sum())) and not xp.isfinite(part).all():
-            return False
-    return True
+        yield part
 
 
-def square_sum(vector: Array) -> float:
-    """Σ x² of a vector (n,), in float64, block by block."""
-    total = 0.0
-    for block in blocks(vector.size):
-        wide = vector[block].astype(np.float64)
-        wide *= wide
-        total += float(wide.sum())
-    return total
+def all_finite(*vectors: Array) -> bool:
+    """Are all elements finite? Blocks' sums say so at once, unless one overflows: then each element is looked at."""
+    sums = [part.sum() for vector in vectors for part in in_float(vector)]
+    if not sums or bool(xp.isfinite(xp.stack(sums)).all()):  # the only time that a GPU is asked
+        return True
+    return all(bool(xp.isfinite(part).all()) for vector in vectors for part in in_float(vector))
+
+
+def square_sums(vectors: list[Array]) -> list[float]:
+    """Σ x² of each of some vectors (n,), in float64, block by block."""
+    totals = xp.zeros(len(vectors), np.float64)
+    for i, vector in enumerate(vectors):
+        for block in blocks(vector.size):
+            wide = vector[block].astype(np.float64)
+            wide *= wide
+            totals[i] += wide.sum()
+    return to_host(totals).tolist()
 
 
 class Optimizer:
@@ -122,7 +134,7 @@ class Optimizer:
         """Fresh state for `weights`, (n,): moments and master copy of n elements, float32 for 16-bit weights."""
         wide = working(weights.dtype)
         for key in ("weights", "gradient", "a")[2 * (weights.dtype == wide) :]:
-            self._scratch(key, 0, wide)  # now, so that an update allocates nothing and cannot fail halfway
+            self._scratch(key, block_size(weights.size), wide)  # now: an update allocates nothing, and cannot fail
         state = {moment: xp.zeros(weights.size, wide) for moment in self.moments}
         if self.master and weights.dtype != wide:
             state["master"] = weights.astype(wide)

@@ -247,7 +247,7 @@ class Pipeline:
     def receive_activation(self, i: int, facts: list[int]) -> Tensor:
         left = self.comm.rank - 1
         with self.comm.label("control", 2 * i, NAMES):
-            theirs, shape = np.split(to_host(point.receive(self.comm, left)), [len(facts) + 1])
+            theirs, shape = np.split(point.receive(self.comm, left, np), [len(facts) + 1])
         if theirs[:-1].tolist() != facts:
             reason = (f"pipeline: all stages must have the same batch, but stage {left} says {theirs[:-1].tolist()}, "
                       f"stage {self.comm.rank} {facts}: so many micro-batches, the number of this one, and of how many "
@@ -255,7 +255,7 @@ class Pipeline:
             point.fail(self.comm, reason)
         self.engine.noise.call = int(theirs[-1])
         with self.comm.label("pipeline", 2 * i, NAMES):
-            x = Tensor.of(point.receive(self.comm, left).reshape(shape))
+            x = Tensor.of(point.receive(self.comm, left).reshape(shape.tolist()))
         x.requires_grad = True
         return x
 

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import TYPE_CHECKING
 
-from .optim import BLOCK
+from .backend import ON_HOST
+from .optim import block_size
 from .parameter import DRAW_BLOCK
 from .sizes import FLOAT, Operation
 from .sizes import Sizes as Sizes
@@ -199,14 +200,18 @@ class _Replay:
             self.hold("temporary", nbytes - self.scratch[purpose])
             self.scratch[purpose] = nbytes
 
-    def reserve_blocks(self, *purposes: str) -> None:
-        """Blocks in which 16-bit numbers are computed as float32; wider ones need none."""
+    def reserve_blocks(self, elements: int, *purposes: str) -> None:
+        """Blocks of so long a vector, in which 16-bit numbers are computed as float32; wider ones need none."""
         for purpose in purposes if self.narrow else ():
-            self.reserve(purpose, BLOCK * self.recipe.wide)
+            self.reserve(purpose, block_size(elements) * self.recipe.wide)
+
+    def elements(self, i: int, term: str) -> int:
+        """Elements of a unit's vector that stay here of a term."""
+        return self.units[i].length(self.ranks) // self.shares[term]
 
     def vector(self, i: int, term: str = "") -> int:
         """Bytes of a unit's vector: the whole one, or what stays here of a term."""
-        length = self.units[i].length(self.ranks) // self.shares.get(term, 1)
+        length = self.elements(i, term) if term else self.units[i].length(self.ranks)
         return length * (self.recipe.state if term == "optimizer" else self.recipe.weight)
 
     def trained(self) -> list[int]:
@@ -226,7 +231,7 @@ class _Replay:
         """Unit by unit: draw it, let it go round the ring, keep what is to stay."""
         for i, unit in enumerate(self.units):
             self.hold("temporary", self.vector(i))
-            self.see(unit.draw * min(max(unit.parameters), DRAW_BLOCK))
+            self.see((unit.draw if ON_HOST else FLOAT) * min(max(unit.parameters), DRAW_BLOCK))
             self.reserve("ring", self.vector(i) // self.ranks)
             self.see(self.vector(i, "weights") if self.level == 3 else 0)  # the chunk is a copy
             self.live["temporary"] -= self.vector(i)
@@ -319,7 +324,10 @@ class _Replay:
     def reduce(self, i: int) -> None:
         """Add up over ranks. The first sum is kept as it is, a later one is added to it; a chunk is a copy."""
         kept = self.vector(i, "gradients")  # the ring's scratch is there since building
-        self.reserve_blocks(*("ab" if self.ranks > 1 or i in self.summed else ""))
+        if self.ranks > 1:
+            self.reserve_blocks(self.units[i].length(self.ranks) // self.ranks, "a", "b")
+        if i in self.summed:
+            self.reserve_blocks(self.elements(i, "gradients"), "a", "b")
         self.see(kept if self.level > 1 else 0)
         self.local.remove(i)
         self.live["temporary"] -= self.vector(i)
@@ -332,9 +340,12 @@ class _Replay:
         """The mean, then (in the first step) moments for all units, then the updates, which allocate nothing."""
         self.phase = "step"
         self.see()
-        self.reserve_blocks("a")
-        self.reserve_blocks("weights", "gradient")
-        self.reserve("update", BLOCK * self.recipe.wide)
+        held, updated = (
+            max((self.elements(i, term) for i in self.trained()), default=0) for term in ("gradients", "optimizer")
+        )
+        self.reserve_blocks(held, "a")
+        self.reserve_blocks(updated, "weights", "gradient")
+        self.reserve("update", block_size(updated) * self.recipe.wide)
         self.live["optimizer"] = sum(self.vector(i, "optimizer") for i in self.trained())
         self.see()
         self.live["gradients"] = 0

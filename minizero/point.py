@@ -14,13 +14,15 @@ doing itself, and a rank that has left, or failed, is missed by whoever waits fo
 from __future__ import annotations
 
 import time
+from types import ModuleType
 from typing import NoReturn
 
 import numpy as np
 
 from . import comm as rings
 from .backend import Array, xp
-from .comm import DTYPES, FAILED, LARGEST, LEFT, MPI, CollectiveError, Communicator, number_of
+from .comm import DTYPES, FAILED, LEFT, MPI, CollectiveError, Communicator, number_of
+from .transport import LARGEST, message
 
 GRACE = 0.5  # seconds in which a message may still come from a rank that has said LEFT
 
@@ -31,15 +33,15 @@ def send(comm: Communicator, array: Array, to: int) -> None:
     Raises TypeError for a dtype that has no tag, ValueError for more bytes than one message can have.
     """
     _check(comm)
-    tag, outgoing = comm._tag + number_of(array.dtype), comm._to_mpi(array)
+    tag, outgoing = comm._tag + number_of(array.dtype), comm._transport.lasting(message(array, "send"))
     if outgoing.size > LARGEST:
         raise ValueError(f"send: {outgoing.size:,} bytes are more than the {LARGEST:,} of one message: send parts")
     comm.traffic[comm._operation] += outgoing.size
     comm._departures.append((comm.mpi.Isend([outgoing, MPI.BYTE], to, tag), outgoing))
 
 
-def receive(comm: Communicator, source: int) -> Array:
-    """What rank `source` sends next: a new array (n,) of the dtype that was sent.
+def receive(comm: Communicator, source: int, library: ModuleType = xp) -> Array:
+    """What rank `source` sends next: a new array (n,) of `library` (NumPy or `xp`), of the dtype that was sent.
 
     Raises CollectiveError where `source` does something else than this rank, or has ended its program: here, and on
     every rank of `comm` that waits for a message of this one.
@@ -50,10 +52,12 @@ def receive(comm: Communicator, source: int) -> Array:
     dtype = status.Get_tag() - comm._tag
     if not 0 <= dtype < len(DTYPES):
         fail(comm, comm._complaint(source, comm._tag, None, status))
-    incoming = np.empty(status.Get_count(MPI.BYTE), np.uint8)
-    arrival = comm.mpi.Irecv([incoming, MPI.BYTE], source, status.Get_tag())
+    incoming = library.empty(status.Get_count(MPI.BYTE), np.uint8)
+    landing = comm._transport.incoming(incoming)
+    arrival = comm.mpi.Irecv([landing, MPI.BYTE], source, status.Get_tag())
     comm._until(arrival.Wait, arrival.Test)
-    return xp.asarray(incoming.view(DTYPES[dtype]))
+    comm._transport.arrived(landing, incoming)
+    return incoming.view(DTYPES[dtype])
 
 
 def fail(comm: Communicator, reason: str) -> NoReturn:

@@ -20,15 +20,20 @@ from __future__ import annotations
 
 import numpy as np
 
+from . import backend
 from .backend import Array, xp
 from .comm import Communicator, number_of
 from .optim import add
 
+ADDED = (xp.ndarray, np.memmap) if backend.ON_HOST else (xp.ndarray,)  # a masked array, say, adds in its own way
+MOVED = (*ADDED, np.ndarray, np.memmap)  # the facts that ranks exchange are the host's also where arrays live on a GPU
 
-def chunks(vector: Array, n: int) -> list[Array]:
+
+def chunks(vector: Array, n: int, kinds: tuple[type, ...] = MOVED) -> list[Array]:
     """The n equal chunks of a vector, as views. Raises ValueError where it is not contiguous or they are not equal."""
-    if type(vector) not in (xp.ndarray, np.ndarray, np.memmap):  # a masked array, say, adds in its own way
-        raise TypeError(f"a ring needs an array of {xp.__name__}, not {type(vector).__name__}")
+    if type(vector) not in kinds:
+        kind = f"{type(vector).__module__.split('.')[0]}.{type(vector).__name__}"
+        raise TypeError(f"a ring needs a {backend.name}.ndarray, not {kind}")
     if vector.ndim != 1 or vector.size % n:
         raise ValueError(
             f"a ring of {n} ranks needs a vector of a multiple of {n} elements, got shape {vector.shape}: pad it"
@@ -46,7 +51,7 @@ def reduce_scatter(comm: Communicator, vector: Array) -> Array:
     Collective. `vector` (N * length,) is contiguous, of the same size and dtype on every rank. In place: returns
     this rank's chunk, a view into `vector`; the other chunks are left with partial sums.
     """
-    chunk = chunks(vector, comm.size)
+    chunk = chunks(vector, comm.size, ADDED)
     arriving = comm.scratch(chunk[0].size, vector.dtype)
     with comm.label("reduce_scatter"):
         for step in range(comm.size - 1):
@@ -80,7 +85,7 @@ def broadcast(comm: Communicator, vector: Array) -> Array:
 
     An all-reduce in which all others contribute zero. Adding integers, since those have no -0.0 and no rounding.
     """
-    chunks(vector, comm.size)  # which refuses what cannot go round, before it is overwritten
+    chunks(vector, comm.size, ADDED)  # which refuses what cannot go round, before it is overwritten
     if comm.rank > 0:
         bits(vector)[:] = 0
     with comm.label("broadcast"):

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from .backend import Array, to_host, xp
+from .backend import Array, fill, to_host
 from .flat import Unit
 
 BLOCK = 1 << 20  # bytes that are read at once, and that have one checksum
@@ -90,7 +90,7 @@ class TensorFile:
                 data = file.read(block.size)
                 if len(data) != block.size:
                     raise CheckpointError(f"{self.path} became shorter while it was read")
-                block[:] = xp.asarray(np.frombuffer(data, np.uint8))
+                fill(block, np.frombuffer(data, np.uint8))
 
     def _blocks(self, vectors: Iterable[Vector]) -> Iterator[tuple[int, Array]]:
         """Byte by byte: where in the file a block belongs, and the block, as a view (n,) of uint8, n <= BLOCK."""

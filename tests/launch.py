@@ -25,7 +25,22 @@ OPEN_MPI = {  # as root, and on more ranks than cores; other MPIs ignore it
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
+PATIENCE = float(os.environ.get("MINIZERO_TEST_PATIENCE", "1"))  # times as long as usual, before a job is ended
 Done = subprocess.CompletedProcess[str]
+
+
+def python_path(*places: Path) -> str:
+    """PYTHONPATH: first these, then the repository, then what it was."""
+    return os.pathsep.join(filter(None, [*map(str, places), str(ROOT), os.environ.get("PYTHONPATH")]))
+
+
+STRICT = {  # a job or the suite on the stand-in for CuPy, its messages through pinned memory ...
+    "MINIZERO_BACKEND": "cupy",
+    "PYTHONPATH": python_path(ROOT / "tests" / "strict"),
+    "MINIZERO_MPI_CUDA": "0",
+    "STRICT_GRAIN": "1",  # bytes that its memory pool counts in; a real one's are 512
+}
+AWARE = {**STRICT, "MINIZERO_MPI_CUDA": "1", "STRICT_CUDA_AWARE": "1"}  # ... or straight from its memory
 
 
 def run_ranks(n: int, script: str | Path, *args: object, **options: Any) -> Done:
@@ -53,7 +68,7 @@ def run_python(
     command = [*launcher, sys.executable, str(script), *map(str, args)]
     path = {
         "PATH": os.pathsep.join([BIN, os.environ.get("PATH", os.defpath)]),
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": python_path(),
     }
     environment = {**os.environ, **OPEN_MPI, **path, "PYTHONUNBUFFERED": "1", **(env or {})}
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
@@ -62,7 +77,7 @@ def run_python(
             start_new_session=True,
         )  # fmt: skip
         try:
-            job.wait(timeout)
+            job.wait(timeout * PATIENCE)
             timed_out = False
         except subprocess.TimeoutExpired:
             timed_out = True

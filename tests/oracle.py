@@ -21,7 +21,7 @@ import numpy as np
 import minizero as mz
 from minizero.backend import bfloat16, to_host, xp
 from minizero.nn import Module
-from minizero.optim import BLOCK  # part of the norm's definition: squares are added in blocks of so many
+from minizero.optim import block_size  # part of the norm's definition: squares are added in blocks of so many
 
 Vector = np.ndarray[Any, Any]
 Loss = Callable[..., mz.Tensor]  # (model or engine, batch) -> one number
@@ -201,9 +201,9 @@ class Oracle:
             for (_, part), (_, chunks) in zip(self.split(names, vector), self.split(names, chunk_of), strict=True):
                 for chunk in range(self.n):
                     squares = part[chunks == chunk].astype(np.float64) ** 2
-                    total = 0.0
-                    for start in range(0, squares.size, BLOCK):
-                        total += float(squares[start : start + BLOCK].sum())
+                    total, step = 0.0, block_size(squares.size)
+                    for start in range(0, squares.size, step):
+                        total += float(squares[start : start + step].sum())
                     sums.append(total)
         return math.sqrt(math.fsum(sums))
 

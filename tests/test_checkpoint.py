@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import minizero as mz
-from launch import BIN, OPEN_MPI, ROOT, run_python, run_ranks
+from launch import BIN, OPEN_MPI, ROOT, python_path, run_python, run_ranks
 from minizero import functional as F
 from minizero import memory, nn, optim, weights
 from minizero.backend import bfloat16, to_host
@@ -64,8 +64,8 @@ def test_twenty_kills_at_random_moments_of_saving_are_followed_by_twenty_good_lo
     waits = [random.uniform(0, 0.2) for _ in folders]
     for folder, wait in zip(folders, waits, strict=True):
         job = subprocess.Popen(
-            [*command, str(folder)], cwd=ROOT, env={**environment, "PYTHONPATH": str(ROOT)}, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, start_new_session=True,
+            [*command, str(folder)], cwd=ROOT, env={**environment, "PYTHONPATH": python_path()},
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
         assert job.stdout and job.stdout.readline() == b"saving\n"
         time.sleep(wait)

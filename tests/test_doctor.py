@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
-from launch import run_python, run_ranks
+from launch import AWARE, STRICT, run_python, run_ranks
 from minizero.__main__ import ADVICE, BROKEN, launcher, library_name
 
 DOCTOR = ("-m", "minizero", "doctor")
-NAMES = ["python", "numpy", "mpi", "launcher", "cores", "device", "bfloat16", "ring"]
+NAMES = ["python", "numpy", "mpi", "launcher", "cores", "device", "transport", "bfloat16", "ring"]
 
 
 def verdicts(stdout: str) -> dict[str, str]:
@@ -31,6 +31,17 @@ def test_three_ranks_are_ready_and_one_of_them_says_so() -> None:
     assert list(verdicts(done.stdout)) == NAMES
     assert done.stdout.count("ranks: 3;") == 1
     assert done.stdout.endswith("\nready\n")
+
+
+def test_ranks_that_share_a_gpu_are_told_what_it_costs_and_how_messages_go() -> None:
+    done = run_ranks(3, *DOCTOR, env={**STRICT, "STRICT_DEVICES": "2"})
+    assert list(verdicts(done.stdout)) == NAMES and done.stdout.endswith("\nready\n")
+    assert verdicts(done.stdout)["device"] == ADVICE and "Up to 2 ranks share a GPU" in done.stdout
+    assert "rank 0,2: cupy on gpu 0 (" in done.stdout and "; rank 1: cupy on gpu 1 (" in done.stdout
+    assert "through pinned host memory (MINIZERO_MPI_CUDA=0)" in done.stdout
+    done = run_ranks(2, *DOCTOR, env=AWARE)
+    assert verdicts(done.stdout)["device"] == verdicts(done.stdout)["transport"] == "ok"
+    assert "GPU memory is handed to MPI (MINIZERO_MPI_CUDA=1)" in done.stdout
 
 
 def test_a_launcher_of_another_mpi_is_broken() -> None:

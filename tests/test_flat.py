@@ -7,7 +7,7 @@ import minizero as mz
 from minizero import functional as F
 from minizero import nn
 from minizero.autograd import Watcher, backward
-from minizero.backend import Array, xp
+from minizero.backend import Array, to_host, xp
 from minizero.flat import Unit, units_of
 from minizero.parameter import Parameter
 
@@ -32,7 +32,7 @@ class Collecting(Watcher):
         assert isinstance(leaf, Parameter) and gradient is not None
         unit: Unit = leaf.unit
         part = None if unit.local is None else unit.local[unit.spans[leaf]]
-        self.in_place[leaf.name] = part is not None and np.may_share_memory(np.asarray(gradient), np.asarray(part))
+        self.in_place[leaf.name] = part is not None and xp.may_share_memory(gradient, part)
         unit.collect(leaf, gradient)
 
 
@@ -49,7 +49,7 @@ def gradients(model: nn.Module, times: int = 1) -> tuple[dict[str, Array], dict[
         backward(model(x).sum(), watcher=watcher)
     found = {}
     for unit in units:
-        found.update({p.name: np.array(part) for p, part in unit.split(unit.take_local())})
+        found.update({p.name: to_host(part).copy() for p, part in unit.split(unit.take_local())})
     return found, watcher.in_place
 
 
@@ -68,7 +68,7 @@ def test_gradients_written_in_place_have_the_bits_of_others(make: type[nn.Module
     expected = plain(make(), times)
     assert found.keys() == expected.keys() == in_place.keys()
     for name, gradient in expected.items():
-        assert gradient.any() and (found[name].view(np.uint32) == np.asarray(gradient).view(np.uint32)).all(), name
+        assert gradient.any() and (found[name].view(np.uint32) == to_host(gradient).view(np.uint32)).all(), name
     once = make is not Twice and times == 1  # later shares are added to the first
     assert in_place == {name: once and name.endswith("weight") for name in in_place}
 

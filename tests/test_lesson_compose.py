@@ -1,19 +1,18 @@
 """Lesson 06: what it prints is measured, is what the formulas say, and a fault makes its verdicts no."""
 
 import json
-import os
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launch import ROOT, run_ranks
+from launch import ROOT, python_path, run_ranks
 
 LESSON = "lessons/06_compose.py"
 STAGES = ("DP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 BYTES, SAME = "bytes held and sent on every rank are those of the formulas", "same bits as DP on the same mesh"
-PATH = {"PYTHONPATH": f"{ROOT / 'lessons'}{os.pathsep}{ROOT}"}
+PATH = {"PYTHONPATH": python_path(ROOT / "lessons")}
 PLANTED = """
 import importlib, sys
 from minizero import nn, ring, tensor_parallel, zero2

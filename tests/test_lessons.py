@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from launch import BIN, OPEN_MPI, ROOT, run_python, run_ranks
+from launch import BIN, OPEN_MPI, ROOT, python_path, run_python, run_ranks
 
 LESSONS = {name[:2]: f"lessons/{name}.py" for name in ("01_data_parallel", "02_zero1", "03_zero2", "04_zero3")}
 STAGES = ("DP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
@@ -34,7 +34,7 @@ memory.diagnose = lambda error: replace(right(error), illness="activations", sta
 sys.argv = ["05_out_of_memory.py", "--case", "A"]
 runpy.run_path(%r, run_name="__main__")
 """
-LESSONS_PATH = {"PYTHONPATH": f"{ROOT / 'lessons'}{os.pathsep}{ROOT}"}
+LESSONS_PATH = {"PYTHONPATH": python_path(ROOT / "lessons")}
 MY_OWN = """
 import sys
 import common, minizero as mz
@@ -245,7 +245,8 @@ def test_lesson_05s_peak_is_one_phases_not_the_sum_and_is_predicted() -> None:
         assert sum(predicted[phase].values()) == pytest.approx(known, rel=0.05), phase
         assert measured[phase]["optimizer"] == 1_006_096 and measured[phase]["weights"] == 2 * 1_006_096
     assert sum(predicted["forward"].values()) == totals["forward"] - measured["forward"]["other"]
-    assert measured["forward"]["gradients"] == 0 and measured["forward"]["activations"] == (16 * 256 + 64) * 180 * 4
+    assert measured["forward"]["gradients"] == 0
+    assert measured["forward"]["activations"] == (16 * 256 + 64) * 180 * 4
     assert measured["step"]["gradients"] == 2 * 1_006_096 and measured["step"]["activations"] <= 4
     sum_of_the_highest = sum(max(terms[term] for terms in measured.values()) for term in measured["step"])
     assert sum_of_the_highest > 1.3 * max(totals.values())
@@ -350,7 +351,7 @@ def test_a_bad_option_is_one_line_from_rank_0(options: tuple[str, ...], complain
 def on_a_terminal(*command: str, env: dict[str, str] | None = None) -> str:
     """What a command prints if its stdout is a terminal."""
     ours, theirs = pty.openpty()
-    environment = {**os.environ, **OPEN_MPI, "PYTHONPATH": str(ROOT), "TERM": "xterm", **(env or {})}
+    environment = {**os.environ, **OPEN_MPI, "PYTHONPATH": python_path(), "TERM": "xterm", **(env or {})}
     for name in ("NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         environment.pop(name, None)
     job = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=theirs)
@@ -375,11 +376,11 @@ def test_on_a_terminal_there_is_a_bar_and_without_rich_a_line(tmp_path: Path) ->
         assert mpiexec
         assert "━" in on_a_terminal(mpiexec, "-n", "2", sys.executable, LESSONS["02"], "--steps", "2")
     (tmp_path / "rich.py").write_text("raise ImportError('no rich here')\n")
-    plain = on_a_terminal(*lesson, env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"})
+    plain = on_a_terminal(*lesson, env={"PYTHONPATH": python_path(tmp_path)})
     assert "━" not in plain and "\x1b" not in plain and "Adam      loss 2.3" in plain
 
 
 def test_a_lesson_runs_from_any_directory(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "lessons/00_autograd.py"), "--steps", "2"]
-    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True)
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": python_path()}, capture_output=True)
     assert done.returncode == 0, done.stderr

@@ -24,7 +24,7 @@ OPTIMIZERS: dict[str, Callable[[], Optimizer]] = {
     "adam decay": lambda: Adam(lr=0.05, weight_decay=0.3),
     "adam master": lambda: Adam(lr=0.05, weight_decay=0.3, master=True),
 }
-BLOCK = optim.BLOCK
+BLOCK = backend.BLOCK
 Vector = np.ndarray[Any, Any]
 
 optimizers = pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -261,7 +261,7 @@ def test_hyperparameters_that_are_numpy_scalars_change_no_dtype(scalar: Callable
 def test_a_master_copy_keeps_what_bfloat16_would_round_away(make: Callable[..., Optimizer]) -> None:
     """1.0 + 0.001 is 1.0 in bfloat16, whose next number is 1.0078125. Eight such steps come to that, with a copy."""
     plain, copied = (
-        train(make(lr=0.001, master=master), xp.ones(4, bfloat16), [-xp.ones(4, bfloat16)] * 8)
+        train(make(lr=0.001, master=master), xp.ones(4, bfloat16), [xp.full(4, -1, bfloat16)] * 8)
         for master in (False, True)
     )
     assert (plain["weights"].astype("float32") == 1.0).all()

@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 import minizero as mz
-from launch import ROOT, run_python, run_ranks
+from launch import ROOT, python_path, run_python, run_ranks
 from minizero import functional as F
 from minizero import memory, nn
 
@@ -70,7 +70,7 @@ def test_what_is_recorded_is_every_moment_that_measure_saw_and_the_two_ends() ->
     engine = trained()
     held = engine.memory()
     step, seen = recorded(engine)
-    assert len(seen.events) > 50 and len(step.moments) == len(seen.events) + 2
+    assert len(seen.events) > 40 and len(step.moments) == len(seen.events) + 2
     assert [terms for _, terms in step.moments[1:-1]] == [terms for _, terms in seen.events]
     for _, terms in (step.moments[0], step.moments[-1]):
         assert {term: terms[term] for term in held} == held and not terms["gradients"]
@@ -162,7 +162,7 @@ def test_a_step_that_fails_is_recorded_up_to_there() -> None:
         engine(X)
         raise ValueError("so far")
     assert len(steps) == 1 and {phase for phase, _ in steps[0].moments} == {"forward"}
-    assert len(steps[0].moments) > 10
+    assert len(steps[0].moments) > 5
 
 
 def test_moments_outside_all_phases_count_to_the_phase_before() -> None:
@@ -254,7 +254,7 @@ def test_json_stays_one_object_and_names_the_pictures(tmp_path: Path) -> None:
 
 def test_without_matplotlib_a_lesson_runs_and_plot_is_refused_before_training(tmp_path: Path) -> None:
     (tmp_path / "matplotlib.py").write_text(NO_MATPLOTLIB)
-    path = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    path = {"PYTHONPATH": python_path(tmp_path)}
     assert "same bits as plain DP: yes" in run_python(ZERO1, "--steps", "2", env=path).stdout
     done = run_ranks(3, ZERO1, "--plot", tmp_path / "zero.png", check=False, env=path)
     assert done.returncode and not done.stdout and "Traceback" not in done.stderr

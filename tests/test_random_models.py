@@ -29,7 +29,7 @@ import pytest
 from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from launch import BIN, OPEN_MPI, ROOT, _kill
+from launch import BIN, OPEN_MPI, ROOT, _kill, python_path
 
 RANKS, BATCH = 8, 10
 JOB = "tests/jobs/random_models.py"
@@ -177,7 +177,7 @@ class Job:
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115  # a pipe would fill up
         self.process = subprocess.Popen(
             [launcher, "-n", str(RANKS), sys.executable, JOB],
-            cwd=ROOT, env={**os.environ, **OPEN_MPI, "PATH": path, "PYTHONPATH": str(ROOT)},
+            cwd=ROOT, env={**os.environ, **OPEN_MPI, "PATH": path, "PYTHONPATH": python_path()},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, start_new_session=True,
         )  # fmt: skip
         self.lines: queue.Queue[bytes] = queue.Queue()

@@ -19,6 +19,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import minizero as mz
 from minizero import comm as comm_module
+from minizero.backend import xp
 from models import Batch, Problem
 from oracle import Oracle, Vector, differing
 
@@ -59,7 +60,7 @@ def fails_on_one_rank(comm: mz.Communicator) -> Facts:
     """A case for the fence itself: rank 1 leaves a collective that the others are in."""
     if comm.rank == 1:
         raise ZeroDivisionError
-    return {"sum": float(mz.ring.all_reduce(comm, np.ones(comm.size)).sum())}
+    return {"sum": float(mz.ring.all_reduce(comm, xp.ones(comm.size)).sum())}
 
 
 def drawn_from(problem: Problem, examples: int = 4, dtype: Any = "float32", group: int = 0) -> Draw:

@@ -20,7 +20,7 @@ import numpy as np
 import minizero as mz
 from minizero import functional as F
 from minizero import nn, ring
-from minizero.backend import Array, xp
+from minizero.backend import Array, to_host, xp
 from minizero.nn import Parameter, constant
 
 world = mz.Communicator()
@@ -209,7 +209,7 @@ def true_step(way: str) -> Weights:
         for name, parameter in net.named_parameters():
             found.setdefault(name, parameter.numpy().copy())
             if parameter.grad is not None:
-                found[name] -= parameter.grad / N
+                found[name] -= to_host(parameter.grad) / N
     return found
 
 
@@ -405,7 +405,7 @@ def ranks_may_do_different_things_at_the_same_time_where_they_share_no_communica
     mine = world.split(rank % 2)
     assert ring.all_gather(mine, np.full(mine.size, rank)).tolist() == list(range(rank % 2, N, 2))
     for _ in range(3 if rank % 2 else 1):
-        total = ring.all_reduce(mine, np.ones(mine.size)) if rank % 2 else ring.broadcast(mine, np.ones(mine.size))
+        total = ring.all_reduce(mine, xp.ones(mine.size)) if rank % 2 else ring.broadcast(mine, xp.ones(mine.size))
     assert total.tolist() == [mine.size if rank % 2 else 1] * mine.size
 
 

@@ -30,7 +30,7 @@ for stage in mz.STAGES:
         with memory.measure(engine) as seen:
             before = seen.live()
             action()
-        top = max(sum(terms.values()) for terms in seen.peaks.values()) - before
+        top = max((sum(terms.values()) for terms in seen.peaks.values()), default=before) - before
         assert top < unit // comm.size // 4, f"{stage.__name__}: to {what} took {top} bytes more; a unit has {unit}"
         tops[f"{stage.__name__} {what}"] = top
     fresh = stage(nn.MLP([WIDTH] * 5), mz.Adam(), comm)
@@ -40,7 +40,7 @@ for stage in mz.STAGES:
         after = seen.live()
     top, held = max(sum(terms.values()) for terms in seen.peaks.values()) - before, engine.memory()["optimizer"]
     assert after - before >= held and fresh.memory() == engine.memory()
-    held += 4 * optim.BLOCK  # Adam's scratch, made once
+    held += 4 * optim.block_size(max(unit.length for unit in fresh.units))  # Adam's scratch, made once
     assert top < held + unit // comm.size // 4, f"{stage.__name__}: loading takes {top}, moments and scratch are {held}"
 if comm.rank == 0:
     print(tops)

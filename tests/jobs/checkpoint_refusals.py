@@ -25,6 +25,7 @@ from safetensors.numpy import load_file, save_file
 import minizero as mz
 from minizero import functional as F
 from minizero import nn
+from minizero.backend import xp
 
 comm = mz.Communicator()
 root = Path(sys.argv[1])
@@ -255,7 +256,7 @@ class Interleaved(mz.Zero1):
         return vector[self.comm.rank :: self.comm.size]
 
     def publish(self, unit: Any) -> None:
-        whole = np.zeros_like(unit.weights)
+        whole = xp.zeros_like(unit.weights)
         self.mine(unit, whole)[:] = self.mine(unit, unit.weights)
         unit.weights[:] = mz.ring.all_reduce(self.comm, whole)
 

@@ -18,7 +18,6 @@ import numpy as np
 
 import minizero as mz
 from minizero import backend, ring
-from minizero import comm as messages
 from minizero.backend import to_host, xp
 
 Array = np.ndarray[Any, Any]
@@ -220,7 +219,7 @@ def check_memory() -> None:
 
 def check_pieces() -> None:
     """What MPI cannot count goes in pieces (tested with a lower limit); ranks of other sizes are still noticed."""
-    limit, messages.LARGEST = messages.LARGEST, 100
+    world._transport.largest = 100
     for size in (0, 1, 99, 100, 101, 200, 1_001):
         send, recv = np.full(size, world.rank, np.uint8), np.full(size, 99, np.uint8)
         world.traffic.clear()
@@ -238,7 +237,7 @@ def check_pieces() -> None:
             assert "in exchange (uint8)" in str(error), error
         else:
             raise AssertionError(f"rank {world.rank} did not notice that sizes differ")
-    messages.LARGEST = limit
+    del world._transport.largest
 
 
 def check_splits() -> None:

@@ -7,12 +7,13 @@ import numpy as np
 import minizero as mz
 from minizero import functional as F
 from minizero import memory, nn
+from minizero.backend import xp
 
 comm = mz.Communicator()
 rng = np.random.default_rng(comm.rank)
 WIDTH, LAYERS = 128, 8
 ROWS = 192  # so that activations show
-x, y = rng.random((ROWS, WIDTH), np.float32), rng.integers(0, WIDTH, ROWS)
+x, y = xp.asarray(rng.random((ROWS, WIDTH), np.float32)), rng.integers(0, WIDTH, ROWS)
 
 
 def make(stage: type[mz.Engine], dtype: str = "bfloat16") -> mz.Engine:

@@ -13,6 +13,7 @@ import numpy as np
 import minizero as mz
 from minizero import functional as F
 from minizero import memory, nn
+from minizero.backend import xp
 
 comm = mz.Communicator()
 rng = np.random.default_rng(comm.rank)
@@ -60,7 +61,7 @@ def peaks_of_all() -> None:
                         del loss
                         rest, held = seen.terms(), engine.memory()
                         engine.step()
-                        batch = x + x  # the user's own
+                        batch = xp.asarray(x) + xp.asarray(x)  # the user's own
                         assert seen.terms()["other"] == batch.nbytes
                         del batch
                     where = f"{make.__name__} {layers} {dtype} {stage.__name__}"
