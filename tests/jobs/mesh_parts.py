@@ -50,7 +50,7 @@ def total(comm: mz.Communicator, number: float) -> float:
 
 def differences(comm: mz.Communicator, loss: Callable[[], float], array: Vector, whole: bool) -> Vector:
     """The gradient of the sum over ranks of `loss`, by this rank's `array`. Collective."""
-    found = np.zeros_like(array)
+    found = np.zeros(array.shape)
     for owner in [0] if whole else range(comm.size):
         for place in np.ndindex(array.shape):
             sides = []
@@ -76,7 +76,7 @@ def gradients_of_the_conjugate_operations(comm: mz.Communicator) -> None:
     leaf: Any = mz.Tensor(x, requires_grad=True)
     by_own_path().backward()
     wanted = differences(comm, lambda: by_own_path().item(), leaf.data, whole=True)
-    np.testing.assert_allclose(leaf.grad, wanted, rtol=1e-7, atol=1e-8, err_msg="enter")
+    np.testing.assert_allclose(to_host(leaf.grad), wanted, rtol=1e-7, atol=1e-8, err_msg="enter")
 
     def of_the_sum() -> mz.Tensor:  # the same number on all ranks: it counts once
         return (F.tanh(leave(leaf)) * np.arange(15.0).reshape(3, 5)).sum()
@@ -84,7 +84,7 @@ def gradients_of_the_conjugate_operations(comm: mz.Communicator) -> None:
     leaf = mz.Tensor(own.standard_normal((3, 5)), requires_grad=True)
     of_the_sum().backward()
     wanted = differences(comm, lambda: of_the_sum().item() / comm.size, leaf.data, whole=False)
-    np.testing.assert_allclose(leaf.grad, wanted, rtol=1e-7, atol=1e-8, err_msg="leave")
+    np.testing.assert_allclose(to_host(leaf.grad), wanted, rtol=1e-7, atol=1e-8, err_msg="leave")
     assert enter(leaf).data is leaf.data, "entering copies"
 
 
@@ -115,8 +115,8 @@ def gradients_of_a_pair_and_of_attention(comm: mz.Communicator) -> None:
         tensors: list[Any] = [leaf, *module.parameters()]
         for tensor in tensors:
             wanted = differences(comm, lambda: loss().item() / comm.size, tensor.data, not isinstance(tensor, Slice))
-            name = getattr(tensor, "name", "input")
-            np.testing.assert_allclose(tensor.grad, wanted, rtol=1e-6, atol=1e-8, err_msg=f"{type(module)} {name}")
+            what = f"{type(module)} {getattr(tensor, 'name', 'input')}"
+            np.testing.assert_allclose(to_host(tensor.grad), wanted, rtol=1e-6, atol=1e-8, err_msg=what)
 
 
 def slices_are_those_of_the_whole(comm: mz.Communicator) -> None:
@@ -125,16 +125,17 @@ def slices_are_those_of_the_whole(comm: mz.Communicator) -> None:
         whole = Parameter(shape, normal(1.0), "float64")
         mine = Slice(whole, axis, mz.Split(comm))
         mine.name = whole.name = f"some.path.{axis}"
-        flats = [np.full(p.size, np.nan) for p in (whole, mine)]
-        whole.fill(flats[0], 5)
-        mine.fill(flats[1], 5)
+        drawn = [xp.full(p.size, np.nan) for p in (whole, mine)]
+        whole.fill(drawn[0], 5)
+        mine.fill(drawn[1], 5)
+        flats = [to_host(flat) for flat in drawn]
         wanted = np.split(flats[0].reshape(shape), comm.size, axis=axis)[comm.rank]
         assert same_bits(flats[1].reshape(mine.shape), np.ascontiguousarray(wanted)), f"{shape}, axis {axis}"
         assert flats[0].size < DRAW_BLOCK or abs(np.corrcoef(np.split(flats[0], 2))[0, 1]) < 0.02, "blocks repeat"
         given = np.arange(float(mine.size))
-        mine.bind(given.reshape(mine.shape))
-        mine.fill(flats[1], 5)
-        assert same_bits(flats[1], given), "values that it has are kept"
+        mine.bind(xp.asarray(given.reshape(mine.shape)))
+        mine.fill(drawn[1], 5)
+        assert same_bits(to_host(drawn[1]), given), "values that it has are kept"
     raises(ValueError, f"tp = {comm.size} ranks cannot share attention heads", "1, 5, 25", call=lambda: mz.Split(
         comm).heads(25))  # fmt: skip
 
@@ -176,7 +177,7 @@ def dropout_draws_what_one_process_draws() -> None:
     logits = GPT.model("float64")
     logits.name_parameters()
     for name, parameter in logits.named_parameters():
-        parameter.bind(truth.weights[name])
+        parameter.bind(xp.asarray(truth.weights[name]))
     logits.eval()
     x = GPT.batch(9, "float64")[0]
     for pipeline in pipelines.values():
@@ -184,7 +185,7 @@ def dropout_draws_what_one_process_draws() -> None:
         found = pipeline(x)
         assert (found is not None) == (MESH.pp.rank == 1)
         if found is not None:
-            np.testing.assert_allclose(found.data, logits(x).data, rtol=1e-9, atol=1e-12)
+            np.testing.assert_allclose(found.numpy(), logits(x).numpy(), rtol=1e-9, atol=1e-12)
             assert found.node is None
 
 
@@ -328,7 +329,7 @@ def messages_between_two_ranks() -> None:
     raises(ValueError, "not contiguous", call=lambda: point.send(comm, np.zeros((3, 3))[:, 0], other))
     with mock.patch.object(point, "LARGEST", 15):
         raises(ValueError, "16 bytes are more than the 15", call=lambda: point.send(comm, np.zeros(2), other))
-    ring.all_reduce(comm, np.ones(2))  # nothing is left over
+    ring.all_reduce(comm, xp.ones(2))  # nothing is left over
 
     names = ("first", "second")
     with comm.label("pipeline", comm.rank, names):
@@ -337,7 +338,7 @@ def messages_between_two_ranks() -> None:
                f"pipeline of {names[comm.rank]}", call=lambda: point.receive(comm, other))  # fmt: skip
     raises(mz.CollectiveError, "is in pipeline of", call=lambda: point.receive(comm, other))
     raises(mz.CollectiveError, "is in pipeline of", call=lambda: point.send(comm, np.ones(3), other))
-    raises(mz.CollectiveError, "is in pipeline of", call=lambda: ring.all_reduce(comm, np.ones(2)))
+    raises(mz.CollectiveError, "is in pipeline of", call=lambda: ring.all_reduce(comm, xp.ones(2)))
 
     three = world.split(int(RANK < 3))  # 0 and 1 differ, 2 waits for 1
     if RANK < 2:
