@@ -29,6 +29,7 @@ import minizero as mz
 from minizero import engine as engines
 from minizero import nn, point
 from minizero.autograd import Tensor
+from minizero.backend import xp
 from minizero.pipeline import Do, gpipe, one_f_one_b
 from minizero.tensor_parallel import ColumnParallel, RowParallel, Slice, Split
 from oracle import Oracle, same_bits
@@ -161,9 +162,9 @@ def _() -> Sequence[Patch]:
 def _() -> Sequence[Patch]:
     receive = point.receive
 
-    def ones(comm: Any, source: int) -> Any:
-        found = receive(comm, source)
-        return np.ones_like(found) if source > comm.rank else found
+    def ones(comm: Any, source: int, library: Any = xp) -> Any:
+        found = receive(comm, source, library)
+        return library.ones_like(found) if source > comm.rank else found
 
     return [(point, "receive", ones)]
 
