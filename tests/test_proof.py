@@ -21,10 +21,11 @@ from proof_cases import AXES, EVERY_PAIR, NS, STATES, STEPS, cases, pairs
 JOBS = ROOT / "tests" / "jobs"
 
 
-def expected(n: int) -> Counter[str]:
-    """How many comparisons of each kind the proof at n ranks has to make."""
-    counts: Counter[str] = Counter(cases=len(cases(n)))
-    for case in cases(n):
+def expected(n: int, part: str = "") -> Counter[str]:
+    """How many comparisons of each kind the proof at n ranks has to make, for cases whose text contains the part."""
+    chosen = [case for case in cases(n) if part in str(case)]
+    counts: Counter[str] = Counter(cases=len(chosen))
+    for case in chosen:
         parameters = PROBLEMS[case.problem].build(0, case.dtype).parameters()
         tensors = len(parameters)
         for parameter in parameters:

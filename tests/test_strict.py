@@ -66,10 +66,10 @@ def test_rank_0_says_once_that_messages_are_staged_unless_that_was_wanted() -> N
 
 
 @pytest.mark.numpy  # elsewhere, the whole suite runs on the stand-in itself
-@pytest.mark.parametrize("n", [3, 5])
-def test_on_the_stand_in_every_weight_and_moment_of_every_stage_is_the_truth(n: int) -> None:
-    done = run_ranks(n, JOBS / "proof.py", env=STRICT, timeout=400)
-    assert json.loads(done.stdout) == expected(n)
+@pytest.mark.parametrize(("n", "part"), [(3, "bfloat16"), (5, "float32")])
+def test_on_the_stand_in_every_weight_and_moment_of_every_stage_is_the_truth(n: int, part: str) -> None:
+    done = run_ranks(n, JOBS / "proof.py", part, env=STRICT, timeout=400)
+    assert json.loads(done.stdout) == expected(n, part)
 
 
 @pytest.mark.numpy
