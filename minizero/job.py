@@ -42,7 +42,7 @@ def launched_ranks() -> int:
 
 
 def local_rank() -> int:
-    """This process's number among those of its node, from 0. Collective only where the launcher does not say it."""
+    """The launcher's number for this process among those of its node, from 0. Collective only where it gives none."""
     variables = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "PALS_LOCAL_RANKID")
     for name in (*variables, "SLURM_LOCALID"):
         if os.environ.get(name, "").isdigit():

@@ -19,6 +19,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -185,6 +186,10 @@ class Staged(Direct):
 
     def abandon(self) -> None:
         self._pinned = {}
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # at the very end, there may be no GPU to wait for
+            self._copied.synchronize()  # before that memory becomes somebody else's
 
 
 def transport(patient: bool) -> Transport:

@@ -17,6 +17,7 @@ import minizero as mz
 from minizero import backend, nn, ring, transport
 from minizero import functional as F
 from minizero.backend import to_host, xp
+from minizero.job import local_rank
 from minizero.transport import Direct, Staged
 
 early = xp.ones(3)  # before there is a communicator
@@ -43,10 +44,10 @@ def waits(work: Any) -> int:
 
 def check_devices() -> None:
     count = xp.cuda.runtime.getDeviceCount()
-    assert early._device == comm.local_rank % count, f"rank {comm.rank} allocated on device {early._device}"
-    assert comm.device == backend.device == f"gpu {comm.rank % count}"
+    assert early._device == local_rank() % count, f"rank {comm.rank} allocated on device {early._device}"
+    assert comm.device == backend.device == f"gpu {local_rank() % count}"
     half = mz.Communicator(comm.mpi.Split(comm.rank // 2))
-    assert cupy.cuda.Device().id == comm.rank % count and half.device == comm.device, "a part of the ranks moved"
+    assert cupy.cuda.Device().id == local_rank() % count and half.device == comm.device, "a part of the ranks moved"
     (early + xp.ones(3)).sum()
 
 
@@ -144,8 +145,20 @@ def check_empty() -> None:
     raise AssertionError("there is no largest of nothing")
 
 
+def check_pinned_memory() -> None:
+    """It is not given back while a copy from it is under way."""
+    way, array = Staged(patient=False), xp.zeros(8, np.uint8)
+    landing = way.incoming(array)
+    landing[:] = 1
+    way.arrived(landing, array)
+    assert clock.in_flight(landing.ctypes.data, 8)
+    del way
+    assert not clock.in_flight(landing.ctypes.data, 8), "pinned memory was let go of while a copy read it"
+
+
 check_devices()
 check_messages()
+check_pinned_memory()
 check_ids()
 check_empty()
 check_waits()
