@@ -1,6 +1,6 @@
 """minizero on a GPU, as far as a machine without one can tell: on the stand-in in tests/strict, and by detection alone.
 
-What is refused there, a real GPU refuses, too, or answers with wrong numbers. `python tests/on_strict.py` runs the whole suite on it.
+What is refused there, a real GPU refuses, too, or answers with wrong numbers. on_strict.py runs the whole suite on it.
 """
 
 from __future__ import annotations
