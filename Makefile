@@ -47,7 +47,7 @@ pictures: $(STAMP)  ## remake the pictures in the lessons' texts, on 8 ranks
 	done
 
 test: lint  ## lint, then run every test; ARGS= goes to pytest, as in ARGS='-k zero2'
-	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)  # two files at a time
+	@$(BIN)/python -m pytest -n 3 --dist loadfile $(ARGS)  # three files at a time: where one waits, another runs
 
 gpu-check:  ## on a machine with a GPU: are bits, memory and speed as they should be? In under 5 minutes
 	@$(firstword $(wildcard $(BIN)/python) $(PYTHON)) tests/gpu_check.py $(ARGS)
