@@ -47,7 +47,7 @@ pictures: $(STAMP)  ## remake the pictures in the lessons' texts, on 8 ranks
 	done
 
 test: lint  ## lint, then run every test; ARGS= goes to pytest, as in ARGS='-k zero2'
-	@$(BIN)/python -m pytest -n 3 --dist loadfile $(ARGS)  # three files at a time: where one waits, another runs
+	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)  # two files at a time
 
 gpu-check:  ## on a machine with a GPU: are bits, memory and speed as they should be? In under 5 minutes
 	@$(firstword $(wildcard $(BIN)/python) $(PYTHON)) tests/gpu_check.py $(ARGS)
@@ -56,7 +56,7 @@ lint: $(STAMP)  ## ruff, mypy, and whether the lessons still quote the code as i
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
-	@$(BIN)/python lessons/quote.py --check
+	@$(BIN)/python lessons/quote.py --check --no-run  # without --no-run: what the programs print, too, in a minute
 
 clean:  ## remove .venv and everything else that was generated
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
