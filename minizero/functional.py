@@ -1,10 +1,8 @@
 """What is the forward and backward of each operation?
 
-Each is its forward and, per input, one small function for its backward, side by side; operation.py says how
-the two are put together. The operands are Tensors, arrays or numbers.
-
-Results are float64 if the operands are, else float32. Numbers, arrays without axes, integers and bools take
-the dtype of the others. At 0, IEEE arithmetic decides: log is -inf, log' and sqrt' are inf; relu' is 0.
+Each is its forward and, per input, one small function for its backward; operation.py puts them together. Operands are
+Tensors, arrays or numbers. Results are float64 if the operands are, else float32. Numbers, arrays without axes,
+integers and bools take the others' dtype. At 0, IEEE arithmetic decides: log is -inf, log' and sqrt' inf; relu' is 0.
 """
 
 from __future__ import annotations
@@ -18,20 +16,8 @@ import numpy as np
 
 from .autograd import Axis, Operand, Share, Tensor
 from .backend import Array, dtype_of, largest, working, xp
-from .operation import (
-    compute,
-    integers,
-    made,
-    operands,
-    operation,
-    rows_of,
-    scatter_add,
-    seen,
-    spread,
-    tensor,
-    value,
-    within,
-)
+from .operation import compute, integers, made, operands, operation, rows_of, scatter_add, seen, spread, tensor, value
+from .operation import within as within
 
 
 @operation

@@ -40,11 +40,7 @@ PHASES = ("building", "forward", "backward", "step")
 STAGES = ("DP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 MOMENTS = {"adam": 2, "momentum": 1, "sgd": 0}
 WIDTHS = {"float32": 4, "float64": 8, "bfloat16": 2}
-PREFIXES = {
-    "": 1,
-    **{p: 1000**i for i, p in enumerate("kMGT", 1)},
-    **{f"{p}i": 1024**i for i, p in enumerate("KMGT", 1)},
-}
+PREFIXES = {p: 1000**i for i, p in enumerate(["", *"kMGT"])} | {f"{p}i": 1024**i for i, p in enumerate("KMGT", 1)}
 Terms = dict[str, int]
 
 
